@@ -1,0 +1,408 @@
+//! Layouts of the guard's own maps, shared by the agent and the program.
+//!
+//! They are pinned under a directory named after [`LAYOUT_VERSION`]; any change of a size, an offset or a meaning here
+//! needs a new version. Integers are in host order unless said otherwise; times are nanoseconds of CLOCK_MONOTONIC.
+//! No field is a `bool` or an enum and no padding is implicit: what the other side wrote is valid whatever it is.
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// Names the pin directory.
+pub const LAYOUT_VERSION: &str = "v1";
+
+/// Names of the own maps, as in the program's object and as pin file names.
+pub mod maps {
+    /// [`super::ServiceKey`] → [`super::GuardedService`], hash, written by the agent.
+    pub const GUARDED_SERVICES: &str = "GUARDED_SERVICES";
+    /// Address (16 B) → [`super::BackendMark`], hash, written by the agent.
+    pub const BACKEND_MARKS: &str = "BACKEND_MARKS";
+    /// `[AgentState; 1]`, array, written by the agent.
+    pub const AGENT: &str = "AGENT";
+    /// [`super::InnerFlowKey`] → [`super::InnerFlow`], LRU hash, written by the program.
+    pub const INNER_FLOWS: &str = "INNER_FLOWS";
+    /// [`super::FragmentKey`] → [`super::FragmentPorts`], LRU hash, written by the program.
+    pub const FRAGMENTS: &str = "FRAGMENTS";
+    /// [`super::ClientServiceKey`] → [`super::Previous`], LRU hash, written by the program.
+    pub const PREVIOUS: &str = "PREVIOUS";
+    /// [`super::LeavingKey`] → [`super::LeavingSeen`], LRU hash, written by the program.
+    pub const LEAVING: &str = "LEAVING";
+    /// Address (16 B) → [`super::DrainStats`], LRU hash, written by the program.
+    pub const DRAINS: &str = "DRAINS";
+    /// `[u64; Reason::COUNT]`, per-CPU array, written by the program.
+    pub const COUNTERS: &str = "COUNTERS";
+    /// `[EgressCounters; n]` by egress index, per-CPU array, written by the program.
+    pub const EGRESS_COUNTERS: &str = "EGRESS_COUNTERS";
+    /// [`super::Event`]s, ring buffer.
+    pub const EVENTS: &str = "EVENTS";
+
+    /// All of them that are shared between the program instances and pinned.
+    pub const ALL: [&str; 11] = [
+        GUARDED_SERVICES,
+        BACKEND_MARKS,
+        AGENT,
+        INNER_FLOWS,
+        FRAGMENTS,
+        PREVIOUS,
+        LEAVING,
+        DRAINS,
+        COUNTERS,
+        EGRESS_COUNTERS,
+        EVENTS,
+    ];
+}
+
+/// Name of the program in its object.
+pub const PROGRAM: &str = "coil_guard";
+/// Name of the constant in the object that holds the [`PodConfig`] of an instance.
+pub const POD_CONFIG: &str = "POD_CONFIG";
+
+macro_rules! shared {
+    ($(#[$meta:meta])* $name:ident, $size:literal { $($(#[$field_meta:meta])* $field:ident: $type:ty,)+ }) => {
+        $(#[$meta])*
+        #[repr(C)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
+        pub struct $name { $($(#[$field_meta])* pub $field: $type,)+ }
+        const _: () = assert!(size_of::<$name>() == $size);
+        #[cfg(feature = "user")]
+        // SAFETY: repr(C), made of integers only, and IntoBytes proves that there is no padding.
+        unsafe impl aya::Pod for $name {}
+    };
+}
+
+/// What the guard does for an Egress, as [`GuardedService::mode`].
+pub mod mode {
+    /// Counts and reports what reset would do, changes nothing.
+    pub const AUDIT: u8 = 1;
+    /// Every flow leaves a leaving backend with its next packet.
+    pub const RESET: u8 = 2;
+    /// New inner connections leave at once, existing ones stay while the old pod serves.
+    pub const DRAIN: u8 = 3;
+    /// Never writes to Cilium's maps; gives a stuck flow another outer source port.
+    pub const REWRITE: u8 = 4;
+}
+
+/// [`GuardedService::flags`] bit: the Egress has `fouSourcePortAuto`, each inner flow has its own outer source port.
+pub const SERVICE_SPORT_AUTO: u8 = 1;
+
+/// [`BackendMark::state`].
+pub mod mark {
+    /// A ready endpoint of the Service.
+    pub const READY: u8 = 1;
+    /// Its endpoint is not ready; may come back.
+    pub const NOT_READY: u8 = 2;
+    /// Its pod is being deleted; never comes back.
+    pub const LEAVING: u8 = 3;
+    /// Its address has left the Service's slices; never comes back.
+    pub const GONE: u8 = 4;
+}
+
+/// [`BackendMark::keep_until`]: no end.
+pub const FOR_EVER: u64 = u64::MAX;
+
+shared! {
+    /// A guarded address and port.
+    ServiceKey, 20 {
+        /// ClusterIP; IPv4 as a v4-mapped IPv6 address.
+        address: [u8; 16],
+        /// Network order.
+        port: [u8; 2],
+        /// Zero.
+        pad: [u8; 2],
+    }
+}
+
+shared! {
+    /// What to do for a guarded service.
+    GuardedService, 24 {
+        /// After this the service is not guarded any more: a bound on how long a dead agent's word holds.
+        expires_at: u64,
+        /// Since when inner flows of this service are remembered; 0 when they are not.
+        tracked_since: u64,
+        /// Index into `EGRESS_COUNTERS`.
+        egress: u32,
+        /// See [`mode`].
+        mode: u8,
+        /// `SERVICE_SPORT_AUTO`.
+        flags: u8,
+        /// Zero.
+        pad: [u8; 2],
+    }
+}
+
+shared! {
+    /// What the agent knows about a backend address.
+    BackendMark, 32 {
+        /// Absolute time until which the backend keeps the flows it has; `FOR_EVER`, or 0 for not at all. Of LEAVING
+        /// marks it holds without the agent; ignored for READY.
+        keep_until: u64,
+        /// Until when `state` is to be believed.
+        valid_until: u64,
+        /// When the agent first saw this state.
+        since: u64,
+        /// See [`mark`].
+        state: u8,
+        /// Zero.
+        pad: [u8; 7],
+    }
+}
+
+shared! {
+    /// The agent's sign of life.
+    AgentState, 8 {
+        /// Until when the set of READY marks is complete.
+        heartbeat_until: u64,
+    }
+}
+
+shared! {
+    /// An inner flow of a client. Addresses are v4-mapped, ports in network order.
+    InnerFlowKey, 72 {
+        /// Outer destination, the ClusterIP.
+        service: [u8; 16],
+        /// Outer source, the client pod.
+        client: [u8; 16],
+        /// Inner source.
+        source: [u8; 16],
+        /// Inner destination.
+        destination: [u8; 16],
+        /// Outer destination port.
+        service_port: [u8; 2],
+        /// Inner source port, ICMP identifier, or 0.
+        source_port: [u8; 2],
+        /// Inner destination port or 0.
+        destination_port: [u8; 2],
+        /// Inner protocol.
+        protocol: u8,
+        /// Zero.
+        pad: u8,
+    }
+}
+
+/// [`InnerFlow::flags`]: counted in [`DrainStats::flows`] of its backend.
+pub const FLOW_DRAINED: u32 = 1;
+/// [`InnerFlow::flags`]: a FIN or RST was seen.
+pub const FLOW_ENDED: u32 = 2;
+
+shared! {
+    /// Where an inner flow lives.
+    InnerFlow, 40 {
+        /// Address of its backend: an id that was reused for another one does not match.
+        backend_address: [u8; 16],
+        /// Time of its last packet, one second coarse.
+        last_seen: u64,
+        /// Its backend.
+        backend_id: u32,
+        /// Generation of the client pod: a reused client address does not match.
+        generation: u32,
+        /// `FLOW_DRAINED`, `FLOW_ENDED`.
+        flags: u32,
+        /// Zero.
+        pad: u32,
+    }
+}
+
+shared! {
+    /// Inner fragments of one packet.
+    FragmentKey, 56 {
+        /// The client pod.
+        client: [u8; 16],
+        /// Inner source.
+        source: [u8; 16],
+        /// Inner destination.
+        destination: [u8; 16],
+        /// IPv4 identification (network order, zero-extended) or IPv6 fragment identification.
+        identification: [u8; 4],
+        /// Inner protocol.
+        protocol: u8,
+        /// Zero.
+        pad: [u8; 3],
+    }
+}
+
+shared! {
+    /// Ports of the flow that a fragment belongs to, network order.
+    FragmentPorts, 4 {
+        /// See [`InnerFlowKey::source_port`].
+        source_port: [u8; 2],
+        /// See [`InnerFlowKey::destination_port`].
+        destination_port: [u8; 2],
+    }
+}
+
+shared! {
+    /// A client and a service.
+    ClientServiceKey, 36 {
+        /// ClusterIP.
+        service: [u8; 16],
+        /// Client pod.
+        client: [u8; 16],
+        /// Outer destination port, network order.
+        service_port: [u8; 2],
+        /// Zero.
+        pad: [u8; 2],
+    }
+}
+
+shared! {
+    /// The backend that a client was last moved off.
+    Previous, 32 {
+        /// Its address.
+        backend_address: [u8; 16],
+        /// Time of the last event sent about this client and service; bounds their rate.
+        reported_at: u64,
+        /// Its id.
+        backend_id: u32,
+        /// Generation of the client pod.
+        generation: u32,
+    }
+}
+
+shared! {
+    /// A backend that the program saw leaving in Cilium's maps.
+    LeavingKey, 20 {
+        /// Its address.
+        address: [u8; 16],
+        /// Its id.
+        backend_id: u32,
+    }
+}
+
+shared! {
+    /// When the program saw it.
+    LeavingSeen, 16 {
+        /// First packet that met it so.
+        first: u64,
+        /// Last one.
+        last: u64,
+    }
+}
+
+shared! {
+    /// Drained inner flows of a leaving backend. Written with atomic additions.
+    DrainStats, 48 {
+        /// Flows now being drained. Flows that fell out of the LRU or never said goodbye stay counted.
+        flows: u64,
+        /// Flows that ever were.
+        started: u64,
+        /// Of these, flows that ended by themselves.
+        ended: u64,
+        /// Of these, flows that were reset when the backend stopped keeping them.
+        cut: u64,
+        /// When the last one ended or was cut.
+        last_end: u64,
+        /// Last drained packet, one second coarse.
+        last_packet: u64,
+    }
+}
+
+shared! {
+    /// Packets and moves of one Egress; one record per CPU.
+    EgressCounters, 96 {
+        /// FoU packets to the guarded service.
+        packets: u64,
+        /// Service entries moved from an unusable backend to a live one.
+        moved: u64,
+        /// Service entries made for a first packet.
+        created: u64,
+        /// Dangling service entries repaired.
+        repaired: u64,
+        /// Packets sent under a drain port.
+        drained: u64,
+        /// Inner flows reset because their backend stopped keeping them.
+        cut: u64,
+        /// Packets that met no live backend.
+        no_live: u64,
+        /// Audit: packets that reset would have moved.
+        would_move: u64,
+        /// Audit: of these, packets of flows that drain would have kept.
+        would_drain: u64,
+        /// Packets that should have been drained and could not be.
+        not_drained: u64,
+        /// `put` gave up after losing races.
+        contended: u64,
+        /// Rewrite: flows given another outer source port.
+        rewritten: u64,
+    }
+}
+
+/// [`Event::kind`].
+pub mod event {
+    /// A client's flow was moved to a live backend.
+    pub const MOVED: u8 = 1;
+    /// A flow should have been moved, and no backend was live.
+    pub const NO_LIVE: u8 = 2;
+    /// Audit: a flow would have been moved.
+    pub const WOULD_MOVE: u8 = 3;
+    /// A drain port was taken by another draining backend.
+    pub const DRAIN_PORT_COLLISION: u8 = 4;
+    /// Rewrite: gave up, affinity sends the flow back.
+    pub const REWRITE_STUCK: u8 = 5;
+}
+
+shared! {
+    /// Something that happened, for the agent's log, metrics and Kubernetes events.
+    Event, 96 {
+        /// When.
+        time: u64,
+        /// Client pod.
+        client: [u8; 16],
+        /// ClusterIP.
+        service: [u8; 16],
+        /// Address of the backend that the flow was on, or zeros.
+        from: [u8; 16],
+        /// Address of the backend that it went to, or zeros.
+        to: [u8; 16],
+        /// Id of the former, or 0.
+        from_id: u32,
+        /// Id of the latter, or 0.
+        to_id: u32,
+        /// Index of the Egress.
+        egress: u32,
+        /// Outer destination port, network order.
+        service_port: [u8; 2],
+        /// Outer source port, network order.
+        client_port: [u8; 2],
+        /// See [`event`].
+        kind: u8,
+        /// See [`mode`].
+        mode: u8,
+        /// Zero.
+        pad: [u8; 6],
+    }
+}
+
+/// [`PodConfig::flags`]: `address4` is set.
+pub const POD_HAS_IPV4: u32 = 1;
+/// [`PodConfig::flags`]: `address6` is set.
+pub const POD_HAS_IPV6: u32 = 2;
+/// [`PodConfig::flags`]: the pod's ephemeral ports overlap the drain ports, so with `SERVICE_SPORT_AUTO` drain is reset.
+pub const POD_PORTS_OVERLAP: u32 = 4;
+
+shared! {
+    /// Constants of one program instance.
+    PodConfig, 48 {
+        /// The pod's IPv6 address.
+        address6: [u8; 16],
+        /// The pod's IPv4 address.
+        address4: [u8; 4],
+        /// `POD_HAS_IPV4`, …
+        flags: u32,
+        /// Since when this pod is guarded without a break.
+        guarded_since: u64,
+        /// Differs between pods that had the same address one after the other.
+        generation: u32,
+        /// Network order.
+        fou_port: [u8; 2],
+        /// Zero.
+        pad: [u8; 2],
+        /// How long a backend that left by Cilium's state alone is drained, nanoseconds.
+        unmarked_drain: u64,
+    }
+}
+
+/// The v4-mapped form of an IPv4 address.
+#[inline(always)]
+#[must_use]
+pub const fn v4_mapped(address: [u8; 4]) -> [u8; 16] {
+    let [a, b, c, d] = address;
+    [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, a, b, c, d]
+}

@@ -1,0 +1,20 @@
+//! Placeholder entry, replaced by the program.
+#![no_std]
+#![no_main]
+
+use aya_ebpf::{macros::classifier, programs::TcContext};
+
+#[classifier]
+pub fn coil_guard(_ctx: TcContext) -> i32 {
+    -1
+}
+
+#[cfg(not(test))]
+#[panic_handler]
+fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
+    loop {}
+}
+
+#[unsafe(link_section = "license")]
+#[unsafe(no_mangle)]
+static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";

@@ -1,0 +1,145 @@
+//! The desired datapath: plain data, made by the plan, carried out by the datapath.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    net::IpAddr,
+};
+
+use crate::clock::Monotonic;
+
+/// Namespace and name of an Egress (and of its Service).
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct EgressName {
+    /// Kubernetes namespace.
+    pub namespace: String,
+    /// Object name.
+    pub name: String,
+}
+
+impl fmt::Display for EgressName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.namespace, self.name)
+    }
+}
+
+/// UID of a pod.
+pub type PodUid = String;
+
+/// What the guard does for an Egress. There is no `Off`: an Egress that is off is not in [`Desired`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Mode {
+    /// Count and report only.
+    Audit,
+    /// Every flow leaves a leaving backend with its next packet.
+    Reset,
+    /// New inner connections leave at once, existing ones stay while the old pod serves.
+    Drain,
+    /// Never writes to Cilium's maps.
+    Rewrite,
+}
+
+/// A ClusterIP and FoU port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ServiceAddress {
+    /// ClusterIP.
+    pub address: IpAddr,
+    /// UDP port, host order.
+    pub port: u16,
+}
+
+/// A guarded service.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GuardedService {
+    /// The Egress that it belongs to.
+    pub egress: EgressName,
+    /// What to do.
+    pub mode: Mode,
+    /// `spec.fouSourcePortAuto`.
+    pub sport_auto: bool,
+}
+
+/// What the agent says of a backend address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MarkState {
+    /// A ready endpoint.
+    Ready,
+    /// Its endpoint is not ready.
+    NotReady,
+    /// Its pod is being deleted.
+    Leaving,
+    /// Its address has left the Service's slices.
+    Gone,
+}
+
+/// Until when a backend keeps the flows that it has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    /// Not at all.
+    No,
+    /// Until then.
+    Until(Monotonic),
+    /// No end.
+    ForEver,
+}
+
+/// The mark of a backend address.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mark {
+    /// The Egress that the backend belongs to.
+    pub egress: EgressName,
+    /// Its state.
+    pub state: MarkState,
+    /// Ignored for `Ready`.
+    pub keep: Keep,
+    /// When the agent first saw this state.
+    pub since: Monotonic,
+}
+
+/// Why a client pod of this node is in the plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Want {
+    /// Its annotation names a guarded Egress: attach.
+    Attached,
+    /// It is attached and no longer names a guarded Egress: stay attached as long as a FoU device of the pod has one of
+    /// [`Desired::services`] as its remote, then detach.
+    WhileTunnelled,
+}
+
+/// A client pod of this node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ClientPod {
+    /// Kubernetes namespace.
+    pub namespace: String,
+    /// Object name.
+    pub name: String,
+    /// Pod addresses; at most one of each family is used.
+    pub addresses: BTreeSet<IpAddr>,
+    /// Why.
+    pub want: Want,
+    /// The Egresses that its annotations name and that are guarded.
+    pub egresses: BTreeSet<EgressName>,
+}
+
+/// The desired datapath of this node.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Desired {
+    /// Whether every watch is established and listed: only then may marks and heartbeat be renewed.
+    pub complete: bool,
+    /// Services to guard.
+    pub services: BTreeMap<ServiceAddress, GuardedService>,
+    /// Marks to hold.
+    pub marks: BTreeMap<IpAddr, Mark>,
+    /// Pods to be attached, by UID. A pod that is not here is detached.
+    pub pods: BTreeMap<PodUid, ClientPod>,
+    /// When the plan changes by the passing of time alone.
+    pub next_change: Option<Monotonic>,
+}
+
+/// What Cilium's maps hold of guarded services: the backend addresses in each one's slots, selectable or not, and in
+/// the backends map under the ids in those slots. Marks of addresses in none of them can be dropped.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CiliumView {
+    /// By service; a service that Cilium does not know is absent.
+    pub backends: BTreeMap<ServiceAddress, BTreeSet<IpAddr>>,
+}

@@ -1,0 +1,5 @@
+//! What the datapath should look like.
+
+mod desired;
+
+pub use desired::*;
