@@ -58,6 +58,13 @@ pub const MAPS6: MapNames = MapNames {
     affinity: "cilium_lb6_affinity",
 };
 
+/// Pin name of the reverse NAT map, IPv4. Read by Cilium only.
+pub const REVERSE_NAT4: &str = "cilium_lb4_reverse_nat";
+/// Pin name of the reverse NAT map, IPv6. Read by Cilium only.
+pub const REVERSE_NAT6: &str = "cilium_lb6_reverse_nat";
+/// Pin name of the map of backends that affinity may choose, both families. Read by Cilium only.
+pub const AFFINITY_MATCH: &str = "cilium_lb_affinity_match";
+
 macro_rules! layout {
     ($(#[$meta:meta])* $name:ident, $size:literal { $($(#[$field_meta:meta])* $field:ident: $type:ty,)+ }) => {
         $(#[$meta])*
@@ -265,6 +272,38 @@ layout! {
         backend_id: u32,
         /// Zero.
         pad: u32,
+    }
+}
+
+layout! {
+    /// Reverse NAT value, IPv4; the key is the rev_nat_index in network order.
+    ReverseNat4, 6 {
+        /// ClusterIP.
+        address: [u8; 4],
+        /// Network order.
+        port: [u8; 2],
+    }
+}
+
+layout! {
+    /// Reverse NAT value, IPv6; the key is the rev_nat_index in network order.
+    ReverseNat6, 18 {
+        /// ClusterIP.
+        address: [u8; 16],
+        /// Network order.
+        port: [u8; 2],
+    }
+}
+
+layout! {
+    /// Key of the affinity match map, both families; its value is one byte.
+    AffinityMatchKey, 8 {
+        /// Host order.
+        backend_id: u32,
+        /// Network order.
+        rev_nat_index: [u8; 2],
+        /// Zero.
+        pad: [u8; 2],
     }
 }
 
