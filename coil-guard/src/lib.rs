@@ -5,7 +5,11 @@
 //! ```
 //!
 //! * [`plan`]: what should be guarded, as plain data.
+//! * [`datapath`]: maps, programs, links and pins.
+//! * [`cilium`]: Cilium's maps.
 //! * [`clock`]: the one clock that the agent and the program share.
 
+pub mod cilium;
 pub mod clock;
+pub mod datapath;
 pub mod plan;
