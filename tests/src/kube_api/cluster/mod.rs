@@ -1,0 +1,1 @@
+//! What Coil and the controllers do around an Egress.
