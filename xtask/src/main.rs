@@ -1,3 +1,56 @@
-//! Every developer verb.
+//! Every developer verb: `cargo xtask --help` lists them.
 
-fn main() {}
+mod lint;
+mod machine;
+mod process;
+mod programs;
+mod setup;
+mod test;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(
+    name = "cargo xtask",
+    about = "Everything a developer of coil-guard runs",
+    disable_help_subcommand = true
+)]
+struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Subcommand)]
+enum Verb {
+    /// Find or install what the eBPF build needs: a compiler with the sources of `core`, and bpf-linker
+    Setup(setup::Options),
+    /// rustfmt, clippy with warnings denied, cargo-deny, and the repository's own rules
+    Lint,
+    /// Build everything once, then run unit, lab and virtual-machine tests
+    Test(test::Options),
+    /// Show a flow stuck on a leaving egress pod, and the same flow with the guard (root)
+    Demo(programs::Arguments),
+    /// Measure the datapath, the cutover and the agent (root)
+    Bench(programs::Arguments),
+}
+
+fn main() -> ExitCode {
+    machine::put_cargo_bin_on_path();
+    let outcome = match Cli::parse().verb {
+        Verb::Setup(options) => setup::run_verb(&options),
+        Verb::Lint => lint::run_verb(),
+        Verb::Test(options) => test::run_verb(&options),
+        Verb::Demo(arguments) => programs::demo(&arguments),
+        Verb::Bench(arguments) => programs::bench(&arguments),
+    };
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // The chain of causes says what to do; a backtrace into this program would bury it.
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -5,56 +5,43 @@
 //! present the crate still builds, with an empty object in place of the program: unit tests then run without root and
 //! without LLVM, and loading the program fails with a sentence that says what to do.
 
-use std::{env, ffi::OsStr, path::Path, process::Command};
+mod linker;
+mod toolchain;
+
+use std::{env, ffi::OsStr, fs, path::Path};
 
 use anyhow::{Context as _, Result};
 use aya_build::{Package, Toolchain};
 
-/// Name under which `cargo xtask setup` links Debian's compiler into rustup.
-pub const DEBIAN_TOOLCHAIN: &str = "coil-guard-bpf";
+pub use self::{
+    linker::{Linker, check_pair, find_linker},
+    toolchain::{DEBIAN_TOOLCHAIN, EbpfToolchain, SYSTEM_TOOLCHAIN, TOOLCHAIN_VARIABLE, find_toolchain},
+};
 
-/// Overrides the toolchain that compiles the eBPF crates.
-pub const TOOLCHAIN_VARIABLE: &str = "COIL_GUARD_EBPF_TOOLCHAIN";
+/// What the last set-up found, in the workspace's own `target` whatever `CARGO_TARGET_DIR` says. The build scripts
+/// watch it: a toolchain that arrives, changes or goes rebuilds the programs, and nothing else about the machine does
+/// (PATH differs between `cargo build` and a build under another cargo).
+const STAMP: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../target/ebpf-toolchain");
 
-/// The compiler that will build the eBPF crates.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EbpfToolchain {
-    /// The name that `rustup run` takes.
-    pub name: String,
-    /// LLVM major version of its rustc; bpf-linker's must be at least this.
-    pub llvm_major: u32,
-}
-
-/// Finds a toolchain that can build `core` for the BPF target, or `None`.
-#[must_use]
-pub fn find_toolchain() -> Option<EbpfToolchain> {
-    if let Ok(name) = env::var(TOOLCHAIN_VARIABLE) {
-        return usable_toolchain(&name);
-    }
-    [DEBIAN_TOOLCHAIN, "nightly"].iter().find_map(|name| usable_toolchain(name))
-}
-
-fn usable_toolchain(name: &str) -> Option<EbpfToolchain> {
-    let run = |args: &[&str]| {
-        let output = Command::new("rustup").args(["run", name, "rustc"]).args(args).output().ok()?;
-        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
+/// Records the tools that eBPF builds use, so that builds made with other tools, or with none, are made again.
+///
+/// # Errors
+///
+/// When the stamp file cannot be written.
+pub fn record_tools() -> Result<()> {
+    let found = match (find_toolchain(), find_linker()) {
+        (Some(toolchain), Some(linker)) => format!("{toolchain}\n{linker}\n"),
+        _ => "none\n".to_owned(),
     };
-    let sysroot = run(&["--print", "sysroot"])?;
-    if !Path::new(sysroot.trim()).join("lib/rustlib/src/rust/library/core/src/lib.rs").exists() {
-        return None;
+    if fs::read_to_string(STAMP).is_ok_and(|recorded| recorded == found) {
+        return Ok(());
     }
-    let llvm_major = parse_llvm_major(&run(&["-vV"])?)?;
-    Some(EbpfToolchain { name: name.to_owned(), llvm_major })
-}
-
-fn parse_llvm_major(version: &str) -> Option<u32> {
-    version.lines().find_map(|line| line.strip_prefix("LLVM version: "))?.split('.').next()?.parse().ok()
-}
-
-/// Whether `bpf-linker` is on the path.
-#[must_use]
-pub fn has_linker() -> bool {
-    Command::new("bpf-linker").arg("--version").output().is_ok_and(|output| output.status.success())
+    let stamp = Path::new(STAMP);
+    stamp
+        .parent()
+        .map_or(Ok(()), fs::create_dir_all)
+        .and_then(|()| fs::write(stamp, found))
+        .with_context(|| format!("cannot write {STAMP}"))
 }
 
 /// Builds the binary target `binary` of the eBPF crate `package` at `directory` into the calling build script's `OUT_DIR`.
@@ -64,15 +51,19 @@ pub fn has_linker() -> bool {
 /// When a toolchain was found and the build with it failed.
 pub fn build(package: &str, directory: &str, binary: &str) -> Result<()> {
     println!("cargo:rerun-if-env-changed={TOOLCHAIN_VARIABLE}");
-    println!("cargo:rerun-if-env-changed=PATH");
+    println!("cargo:rerun-if-changed={STAMP}");
+    // A missing stamp would rerun the build script, and all that depends on it, every time.
+    if !Path::new(STAMP).exists() {
+        record_tools()?;
+    }
     let out = env::var_os("OUT_DIR").context("OUT_DIR is not set: call this from a build script")?;
     let object = Path::new(&out).join(binary);
     let skip = env::var_os("AYA_BUILD_SKIP").is_some_and(|value| value == OsStr::new("1"));
-    let Some(toolchain) = find_toolchain().filter(|_| !skip && has_linker()) else {
+    let Some(toolchain) = find_toolchain().filter(|_| !skip && find_linker().is_some()) else {
         println!(
             "cargo:warning={package}: no eBPF toolchain found, the program is left out; run `cargo xtask setup` to get one"
         );
-        std::fs::write(&object, []).with_context(|| format!("cannot write {}", object.display()))?;
+        fs::write(&object, []).with_context(|| format!("cannot write {}", object.display()))?;
         return Ok(());
     };
     // SAFETY: a build script's main thread, before any other thread exists. The variable reaches only the child build:
@@ -82,15 +73,4 @@ pub fn build(package: &str, directory: &str, binary: &str) -> Result<()> {
         [Package { name: package, root_dir: directory, ..Package::default() }],
         Toolchain::Custom(&toolchain.name),
     )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::parse_llvm_major;
-
-    #[test]
-    fn llvm_major_is_read_from_the_compilers_version() {
-        assert_eq!(parse_llvm_major("rustc 1.96.0\nLLVM version: 22.1.8\n"), Some(22));
-        assert_eq!(parse_llvm_major("rustc 1.96.0\n"), None);
-    }
 }

@@ -1,0 +1,86 @@
+//! Lab tests: one process for each, in namespaces of its own.
+//!
+//! The namespaces are made before the test starts, so that whatever it does, and however it ends, its interfaces,
+//! mounts, pins and processes go with it.
+
+use std::{
+    process::{Command, Stdio},
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+    time::Instant,
+};
+
+use anyhow::{Context as _, Result};
+
+use super::{Outcome, Run, Status, TestBinary, outcome::judge};
+
+/// Runs every wanted test, `run.jobs` at a time.
+pub(crate) fn run(run: &Run, binaries: &[&TestBinary]) -> Result<Vec<Outcome>> {
+    let mut tests = Vec::new();
+    for binary in binaries {
+        for name in binary.list()? {
+            if run.wants(&format!("{}::{name}", binary.name)) {
+                tests.push((*binary, name));
+            }
+        }
+    }
+    let next = AtomicUsize::new(0);
+    let outcomes = Mutex::new(Vec::new());
+    let failure = Mutex::new(None);
+    thread::scope(|scope| {
+        for _ in 0..run.jobs.min(tests.len()) {
+            scope.spawn(|| {
+                while let Some((binary, name)) = tests.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    match run_one(run, binary, name) {
+                        Ok((outcome, output)) => report(&outcomes, tests.len(), outcome, &output),
+                        Err(error) => *lock(&failure) = Some(error),
+                    }
+                }
+            });
+        }
+    });
+    match lock(&failure).take() {
+        Some(error) => Err(error),
+        None => Ok(outcomes.into_inner().unwrap_or_default()),
+    }
+}
+
+fn run_one(run: &Run, binary: &TestBinary, name: &str) -> Result<(Outcome, String)> {
+    let mut command = Command::new("timeout");
+    // Killing unshare kills the whole process tree of the test with it (--kill-child, and its own pid namespace).
+    command.args(["--signal=KILL", &run.timeout.as_secs().to_string()]);
+    command.args(["unshare", "--net", "--mount", "--propagation=private", "--pid", "--fork", "--kill-child"]);
+    command.args(["--mount-proc", "--"]).arg(&binary.path);
+    command.args(["--exact", name, "--nocapture", "--test-threads=1"]);
+    binary.place(&mut command);
+    command.env("COIL_GUARD_BINARY", &run.agent).stdin(Stdio::null());
+    let began = Instant::now();
+    let output = command.output().with_context(|| format!("cannot run {}", binary.path.display()))?;
+    let took = began.elapsed();
+    let printed = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    let full_name = format!("{}::{name}", binary.name);
+    Ok((judge(full_name, &printed, output.status.success(), took, run.timeout), printed.into_owned()))
+}
+
+fn report(outcomes: &Mutex<Vec<Outcome>>, total: usize, outcome: Outcome, output: &str) {
+    let mut outcomes = lock(outcomes);
+    let (word, detail) = match &outcome.status {
+        Status::Passed => ("ok", String::new()),
+        Status::Skipped(why) => ("SKIPPED", format!(": {why}")),
+        Status::Failed(why) => ("FAILED", format!(": {why}")),
+    };
+    if matches!(outcome.status, Status::Failed(_)) {
+        eprintln!("---- {}\n{output}----", outcome.name);
+    }
+    let took = outcome.took.as_secs_f64();
+    eprintln!("lab: [{}/{total}] {word} {took:.1}s {}{detail}", outcomes.len() + 1, outcome.name);
+    outcomes.push(outcome);
+}
+
+/// A panic of another worker does not make what it guarded unusable here.
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
