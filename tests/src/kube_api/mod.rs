@@ -156,6 +156,23 @@ impl KubeApi {
         self.shared.lock().store.of_kind(kind).map(|(_, object)| (**object).clone()).collect()
     }
 
+    /// Replaces an object, its status included. With a resourceVersion in it, only if that is still the newest.
+    ///
+    /// # Errors
+    ///
+    /// An unknown kind, or what the server answers.
+    pub fn replace(&self, object: &impl Serialize) -> anyhow::Result<Value> {
+        let object = serde_json::to_value(object)?;
+        let kind = Kind::of(&object).with_context(|| {
+            format!("{} {} is no kind that this server knows", object["apiVersion"], object["kind"])
+        })?;
+        let text = |field: &str| object["metadata"][field].as_str().unwrap_or_default().to_owned();
+        let key = Key::new(kind, &text("namespace"), &text("name"));
+        let replaced =
+            self.shared.change(|state| write::update(&mut state.store, &key, object, Scope::All))?;
+        Ok((*replaced).clone())
+    }
+
     /// Merges a patch (RFC 7396) into an object, its status included.
     ///
     /// # Errors
