@@ -4,6 +4,7 @@
 //! kube watchers ──> index ──> plan ──> datapath ──> events, metrics, status
 //! ```
 //!
+//! * [`index`]: what the watches have said, joined.
 //! * [`plan`]: what should be guarded, as plain data.
 //! * [`datapath`]: maps, programs, links and pins.
 //! * [`cilium`]: Cilium's maps.
@@ -12,4 +13,5 @@
 pub mod cilium;
 pub mod clock;
 pub mod datapath;
+pub mod index;
 pub mod plan;

@@ -121,6 +121,15 @@ pub struct ClientPod {
     pub egresses: BTreeSet<EgressName>,
 }
 
+/// What an earlier agent had marked an address as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Recovered {
+    /// Its state.
+    pub state: MarkState,
+    /// Since when.
+    pub since: Monotonic,
+}
+
 /// The desired datapath of this node.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Desired {

@@ -1,5 +1,137 @@
-//! What the datapath should look like.
+//! What the datapath should look like: a pure function of the index, the pods that are attached, and the clock.
 
 mod desired;
+mod marks;
+#[cfg(test)]
+mod properties;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
 
 pub use desired::*;
+
+use crate::{
+    clock::Monotonic,
+    index::{Egress, Index, Local, NotReadyAfter},
+};
+
+/// What the plan takes from the command line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// UDP port of Coil's tunnels, host order.
+    pub fou_port: u16,
+    /// For an Egress without the mode annotation; `None` is off.
+    pub default_mode: Option<Mode>,
+    /// For an Egress without the annotation.
+    pub not_ready_after: NotReadyAfter,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self { fou_port: 5555, default_mode: None, not_ready_after: NotReadyAfter::default() }
+    }
+}
+
+impl Settings {
+    /// What is done for an Egress. An annotation that is there wins, even one that is not understood: it means off.
+    #[must_use]
+    pub fn mode(&self, egress: &Egress) -> Option<Mode> {
+        egress.mode.unwrap_or(self.default_mode)
+    }
+}
+
+/// Plans the datapath. `attached` are the pods that have a program now; `complete` says that every watch is established
+/// and listed.
+#[must_use]
+pub fn plan(
+    index: &Index,
+    settings: &Settings,
+    attached: &BTreeSet<PodUid>,
+    complete: bool,
+    now: Monotonic,
+) -> Desired {
+    let guarded: BTreeMap<&EgressName, (&Egress, Mode)> = index
+        .egresses()
+        .iter()
+        .filter_map(|(name, egress)| Some((name, (egress, settings.mode(egress)?))))
+        .collect();
+    let here = on_this_node(index, attached);
+
+    let mut desired = Desired { complete, ..Desired::default() };
+    let mut marks = marks::Marks::default();
+    for (name, (egress, mode)) in &guarded {
+        if here.as_ref().is_some_and(|here| !here.contains(*name)) {
+            continue;
+        }
+        let Some(service) = index.service(name) else { continue };
+        for address in &service.cluster_ips {
+            let guarded =
+                GuardedService { egress: (*name).clone(), mode: *mode, sport_auto: egress.sport_auto };
+            desired.services.insert(ServiceAddress { address: *address, port: settings.fou_port }, guarded);
+        }
+        for (key, backend) in index.backends(name) {
+            marks.add(key.address, marks::mark(name, egress, *mode, settings, backend, now));
+        }
+    }
+    (desired.marks, desired.next_change) = marks.finish(now);
+    desired.pods = pods(index, &guarded, attached, !desired.services.is_empty());
+    desired
+}
+
+/// The Egresses that matter on this node; `None` for all of them. A thousand Egresses of which ten have clients here cost
+/// what ten do.
+fn on_this_node<'a>(index: &'a Index, attached: &BTreeSet<PodUid>) -> Option<BTreeSet<&'a EgressName>> {
+    let named = |local: &'a Local| local.pod.egresses.iter().chain(&local.before);
+    // A pod that names nothing and has a program got it from a predecessor, when it named what is not known any more: its
+    // tunnel may lead to any Egress.
+    let is_strange = |local: &'a Local| attached.contains(&local.pod.uid) && named(local).next().is_none();
+    let pods = index.local_pods();
+    (!pods.values().any(is_strange)).then(|| pods.values().flat_map(named).collect())
+}
+
+fn pods(
+    index: &Index,
+    guarded: &BTreeMap<&EgressName, (&Egress, Mode)>,
+    attached: &BTreeSet<PodUid>,
+    any_service: bool,
+) -> BTreeMap<PodUid, ClientPod> {
+    let mut owners: BTreeMap<IpAddr, &Local> = BTreeMap::new();
+    for local in index.local_pods().values().filter(|local| !local.pod.finished) {
+        for address in &local.pod.addresses {
+            let owner = owners.entry(*address).or_insert(local);
+            if newer(local) > newer(owner) {
+                *owner = local;
+            }
+        }
+    }
+    let mut pods = BTreeMap::new();
+    for (name, local) in index.local_pods() {
+        let pod = &local.pod;
+        let owns = |address: &&IpAddr| owners.get(*address).is_some_and(|owner| owner.pod.uid == pod.uid);
+        let addresses: BTreeSet<IpAddr> = pod.addresses.iter().filter(owns).copied().collect();
+        if pod.finished || addresses.is_empty() {
+            continue;
+        }
+        let egresses: BTreeSet<EgressName> =
+            pod.egresses.iter().filter(|egress| guarded.contains_key(egress)).cloned().collect();
+        let want = if !egresses.is_empty() {
+            Want::Attached
+        } else if any_service && attached.contains(&pod.uid) {
+            Want::WhileTunnelled
+        } else {
+            continue;
+        };
+        let (namespace, name) = (name.namespace.clone(), name.name.clone());
+        pods.insert(pod.uid.clone(), ClientPod { namespace, name, addresses, want, egresses });
+    }
+    pods
+}
+
+/// Of two pods with one address, the one that is not being deleted, or was made later, has it.
+fn newer(local: &Local) -> (bool, i64, &str) {
+    (!local.pod.deleting, local.pod.created, &local.pod.uid)
+}
