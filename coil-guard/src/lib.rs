@@ -5,6 +5,7 @@
 //! ```
 //!
 //! * [`index`]: what the watches have said, joined.
+//! * [`k8s`]: the watches, and events about Egresses.
 //! * [`plan`]: what should be guarded, as plain data.
 //! * [`datapath`]: maps, programs, links and pins.
 //! * [`cilium`]: Cilium's maps.
@@ -14,4 +15,5 @@ pub mod cilium;
 pub mod clock;
 pub mod datapath;
 pub mod index;
+pub mod k8s;
 pub mod plan;
