@@ -1,0 +1,307 @@
+//! BPF maps of any shape, by file descriptor.
+//!
+//! The lab makes maps that a loader would refuse (odd layouts, other sizes, no program at all) and compares them as
+//! bytes, so it speaks to the kernel directly.
+
+use std::{
+    collections::BTreeMap,
+    ffi::CString,
+    io,
+    os::{
+        fd::{AsFd, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd},
+        unix::ffi::OsStrExt as _,
+    },
+    path::Path,
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+/// Kinds of maps that Cilium uses here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum MapKind {
+    /// `BPF_MAP_TYPE_HASH`
+    Hash = 1,
+    /// `BPF_MAP_TYPE_ARRAY`
+    Array = 2,
+    /// `BPF_MAP_TYPE_LRU_HASH`
+    LruHash = 9,
+}
+
+/// `BPF_F_NO_PREALLOC`
+pub const NO_PREALLOC: u32 = 1;
+/// `BPF_F_RDONLY_PROG`
+pub const READ_ONLY_FOR_PROGRAMS: u32 = 0x80;
+
+/// What a map is made of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MapShape {
+    /// Kind.
+    pub kind: MapKind,
+    /// Bytes of a key.
+    pub key_size: u32,
+    /// Bytes of a value.
+    pub value_size: u32,
+    /// Capacity.
+    pub max_entries: u32,
+    /// `BPF_F_…`
+    pub flags: u32,
+}
+
+/// What an update expects of the element.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u64)]
+pub enum Expect {
+    /// Create or replace.
+    Any = 0,
+    /// Create only.
+    Absent = 1,
+    /// Replace only.
+    Present = 2,
+}
+
+/// All elements of a map, sorted by key.
+pub type Elements = BTreeMap<Vec<u8>, Vec<u8>>;
+
+/// An open map.
+#[derive(Debug)]
+pub struct RawMap {
+    fd: OwnedFd,
+    name: String,
+    shape: MapShape,
+}
+
+const MAP_CREATE: u32 = 0;
+const MAP_LOOKUP_ELEM: u32 = 1;
+const MAP_UPDATE_ELEM: u32 = 2;
+const MAP_DELETE_ELEM: u32 = 3;
+const MAP_GET_NEXT_KEY: u32 = 4;
+const OBJ_PIN: u32 = 6;
+const OBJ_GET_INFO_BY_FD: u32 = 15;
+
+/// `union bpf_attr`, as far as the calls here read it.
+#[repr(C, align(8))]
+struct Attr([u8; 128]);
+
+impl Attr {
+    fn new(fields: &[(usize, &[u8])]) -> Self {
+        let mut attr = Self([0; 128]);
+        for (offset, bytes) in fields {
+            attr.0[*offset..offset + bytes.len()].copy_from_slice(bytes);
+        }
+        attr
+    }
+}
+
+fn bpf(command: u32, attr: &mut Attr) -> io::Result<i32> {
+    // SAFETY: `attr` is as large as told; pointers in it come from live buffers of the calling function.
+    let result = unsafe { libc::syscall(libc::SYS_bpf, command, attr, size_of::<Attr>()) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
+}
+
+fn address(bytes: &[u8]) -> [u8; 8] {
+    (bytes.as_ptr() as u64).to_ne_bytes()
+}
+
+impl RawMap {
+    /// Makes a map. The kernel keeps the first 15 characters of `name`.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses.
+    pub fn create(name: &str, shape: MapShape) -> Result<Self> {
+        let kernel_name = &name.as_bytes()[..name.len().min(15)];
+        let mut attr = Attr::new(&[
+            (0, &(shape.kind as u32).to_ne_bytes()),
+            (4, &shape.key_size.to_ne_bytes()),
+            (8, &shape.value_size.to_ne_bytes()),
+            (12, &shape.max_entries.to_ne_bytes()),
+            (16, &shape.flags.to_ne_bytes()),
+            (28, kernel_name),
+        ]);
+        let fd = bpf(MAP_CREATE, &mut attr).with_context(|| format!("cannot create map {name} as {shape:?}"))?;
+        // SAFETY: the kernel just returned it.
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        Ok(Self { fd, name: name.to_owned(), shape })
+    }
+
+    /// Pins it.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses: no bpffs at `path`, or something is pinned there.
+    pub fn pin(&self, path: &Path) -> Result<()> {
+        let path_c = CString::new(path.as_os_str().as_bytes())?;
+        let mut attr = Attr::new(&[(0, &address(path_c.as_bytes_with_nul())), (8, &self.fd.as_raw_fd().to_ne_bytes())]);
+        bpf(OBJ_PIN, &mut attr).with_context(|| format!("cannot pin map {} at {}", self.name, path.display()))?;
+        Ok(())
+    }
+
+    /// Another handle of the same map.
+    ///
+    /// # Errors
+    ///
+    /// When there are too many open files.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self { fd: self.fd.try_clone()?, name: self.name.clone(), shape: self.shape })
+    }
+
+    /// Its id.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses.
+    pub fn id(&self) -> Result<u32> {
+        let info = [0u8; 80];
+        let mut attr = Attr::new(&[
+            (0, &self.fd.as_raw_fd().to_ne_bytes()),
+            (4, &(info.len() as u32).to_ne_bytes()),
+            (8, &address(&info)),
+        ]);
+        bpf(OBJ_GET_INFO_BY_FD, &mut attr).with_context(|| format!("cannot ask about map {}", self.name))?;
+        // Read it back through a volatile pointer: the kernel wrote behind the compiler's back.
+        // SAFETY: in bounds and initialised.
+        Ok(u32::from_ne_bytes(unsafe { info.as_ptr().add(4).cast::<[u8; 4]>().read_volatile() }))
+    }
+
+    /// Name it was made with.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// What it was made as.
+    #[must_use]
+    pub fn shape(&self) -> MapShape {
+        self.shape
+    }
+
+    /// Value of an element.
+    ///
+    /// # Errors
+    ///
+    /// On a key of another size, or when the kernel refuses.
+    pub fn lookup_bytes(&self, key: &[u8]) -> Result<Option<Vec<u8>>> {
+        self.check("key", key.len(), self.shape.key_size)?;
+        let value = vec![0u8; self.shape.value_size as usize];
+        match bpf(MAP_LOOKUP_ELEM, &mut self.element(key, &value, 0)) {
+            Ok(_) => Ok(Some(value)),
+            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(None),
+            Err(error) => Err(error).with_context(|| format!("cannot look up in map {}", self.name)),
+        }
+    }
+
+    /// Sets an element. `Ok(false)` when it was not as expected.
+    ///
+    /// # Errors
+    ///
+    /// On a key or value of another size, or when the kernel refuses.
+    pub fn update_bytes(&self, key: &[u8], value: &[u8], expect: Expect) -> Result<bool> {
+        self.check("key", key.len(), self.shape.key_size)?;
+        self.check("value", value.len(), self.shape.value_size)?;
+        match bpf(MAP_UPDATE_ELEM, &mut self.element(key, value, expect as u64)) {
+            Ok(_) => Ok(true),
+            Err(error) => match error.raw_os_error() {
+                Some(libc::EEXIST) if expect == Expect::Absent => Ok(false),
+                Some(libc::ENOENT) if expect == Expect::Present => Ok(false),
+                _ => Err(error).with_context(|| format!("cannot update map {}", self.name)),
+            },
+        }
+    }
+
+    /// Deletes an element. `Ok(false)` when there was none.
+    ///
+    /// # Errors
+    ///
+    /// On a key of another size, or when the kernel refuses.
+    pub fn delete_bytes(&self, key: &[u8]) -> Result<bool> {
+        self.check("key", key.len(), self.shape.key_size)?;
+        match bpf(MAP_DELETE_ELEM, &mut self.element(key, &[], 0)) {
+            Ok(_) => Ok(true),
+            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(false),
+            Err(error) => Err(error).with_context(|| format!("cannot delete from map {}", self.name)),
+        }
+    }
+
+    /// As [`Self::lookup_bytes`], typed.
+    ///
+    /// # Errors
+    ///
+    /// On types of other sizes than the map's, or when the kernel refuses.
+    pub fn lookup<K: IntoBytes + Immutable, V: FromBytes>(&self, key: &K) -> Result<Option<V>> {
+        let Some(bytes) = self.lookup_bytes(key.as_bytes())? else { return Ok(None) };
+        match V::read_from_bytes(&bytes) {
+            Ok(value) => Ok(Some(value)),
+            Err(_) => bail!("map {} has values of {} bytes, not {}", self.name, bytes.len(), size_of::<V>()),
+        }
+    }
+
+    /// As [`Self::update_bytes`], typed, whatever was there.
+    ///
+    /// # Errors
+    ///
+    /// On types of other sizes than the map's, or when the kernel refuses.
+    pub fn insert<K: IntoBytes + Immutable, V: IntoBytes + Immutable>(&self, key: &K, value: &V) -> Result<()> {
+        self.update_bytes(key.as_bytes(), value.as_bytes(), Expect::Any).map(drop)
+    }
+
+    /// As [`Self::delete_bytes`], typed.
+    ///
+    /// # Errors
+    ///
+    /// On a type of another size than the map's keys, or when the kernel refuses.
+    pub fn remove<K: IntoBytes + Immutable>(&self, key: &K) -> Result<bool> {
+        self.delete_bytes(key.as_bytes())
+    }
+
+    /// All elements. Elements that come or go meanwhile may or may not be among them.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses.
+    pub fn dump(&self) -> Result<Elements> {
+        let mut elements = Elements::new();
+        let mut previous: Option<Vec<u8>> = None;
+        // An element deleted under the walk sends it back to the start; a bound keeps it finite.
+        for _ in 0..self.shape.max_entries.saturating_mul(2).max(1024) {
+            let next = vec![0u8; self.shape.key_size as usize];
+            let none = [0u8; 8];
+            let mut attr = Attr::new(&[
+                (0, &self.fd.as_raw_fd().to_ne_bytes()),
+                (8, &previous.as_deref().map_or(none, address)),
+                (16, &address(&next)),
+            ]);
+            match bpf(MAP_GET_NEXT_KEY, &mut attr) {
+                Ok(_) => {}
+                Err(error) if error.raw_os_error() == Some(libc::ENOENT) => return Ok(elements),
+                Err(error) => return Err(error).with_context(|| format!("cannot walk map {}", self.name)),
+            }
+            if let Some(value) = self.lookup_bytes(&next)? {
+                elements.insert(next.clone(), value);
+            }
+            previous = Some(next);
+        }
+        bail!("map {} changes faster than it can be walked", self.name)
+    }
+
+    fn element(&self, key: &[u8], value: &[u8], flags: u64) -> Attr {
+        Attr::new(&[
+            (0, &self.fd.as_raw_fd().to_ne_bytes()),
+            (8, &address(key)),
+            (16, &address(value)),
+            (24, &flags.to_ne_bytes()),
+        ])
+    }
+
+    fn check(&self, what: &str, found: usize, expected: u32) -> Result<()> {
+        ensure!(found == expected as usize, "map {} has a {what} of {expected} bytes, not {found}", self.name);
+        Ok(())
+    }
+}
+
+impl AsFd for RawMap {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
