@@ -31,11 +31,13 @@ pub mod maps {
     pub const COUNTERS: &str = "COUNTERS";
     /// `[EgressCounters; n]` by egress index, per-CPU array, written by the program.
     pub const EGRESS_COUNTERS: &str = "EGRESS_COUNTERS";
+    /// [`super::ReportKey`] → time (u64) of the last event of its kind, LRU hash, written by the program.
+    pub const REPORTED: &str = "REPORTED";
     /// [`super::Event`]s, ring buffer.
     pub const EVENTS: &str = "EVENTS";
 
     /// All of them that are shared between the program instances and pinned.
-    pub const ALL: [&str; 11] = [
+    pub const ALL: [&str; 12] = [
         GUARDED_SERVICES,
         BACKEND_MARKS,
         AGENT,
@@ -46,6 +48,7 @@ pub mod maps {
         DRAINS,
         COUNTERS,
         EGRESS_COUNTERS,
+        REPORTED,
         EVENTS,
     ];
 }
@@ -95,8 +98,8 @@ pub mod mark {
     pub const GONE: u8 = 4;
 }
 
-/// [`BackendMark::keep_until`]: no end.
-pub const FOR_EVER: u64 = u64::MAX;
+/// [`BackendMark::keep_until`]: no end. The largest time: all are below 2^63, so that two can be compared by a subtraction.
+pub const FOR_EVER: u64 = i64::MAX as u64;
 
 shared! {
     /// A guarded address and port.
@@ -247,8 +250,8 @@ shared! {
     Previous, 32 {
         /// Its address.
         backend_address: [u8; 16],
-        /// Time of the last event sent about this client and service; bounds their rate.
-        reported_at: u64,
+        /// When.
+        moved_at: u64,
         /// Its id.
         backend_id: u32,
         /// Generation of the client pod.
@@ -367,6 +370,24 @@ shared! {
         mode: u8,
         /// Zero.
         pad: [u8; 6],
+    }
+}
+
+shared! {
+    /// What an event is about; bounds the rate of each.
+    ReportKey, 40 {
+        /// ClusterIP.
+        service: [u8; 16],
+        /// Client pod.
+        client: [u8; 16],
+        /// Backend id that the flow was on.
+        from_id: u32,
+        /// Outer destination port, network order.
+        service_port: [u8; 2],
+        /// See [`event`].
+        kind: u8,
+        /// Zero.
+        pad: u8,
     }
 }
 

@@ -313,15 +313,39 @@ impl CtKey4 {
     /// Addresses stand as in the packet; ports the other way round.
     #[inline(always)]
     #[must_use]
-    pub const fn service(client: [u8; 4], client_port: [u8; 2], service: [u8; 4], service_port: [u8; 2]) -> Self {
-        Self { daddr: service, saddr: client, dport: client_port, sport: service_port, nexthdr: PROTO_UDP, flags: CT_SERVICE }
+    pub const fn service(
+        client: [u8; 4],
+        client_port: [u8; 2],
+        service: [u8; 4],
+        service_port: [u8; 2],
+    ) -> Self {
+        Self {
+            daddr: service,
+            saddr: client,
+            dport: client_port,
+            sport: service_port,
+            nexthdr: PROTO_UDP,
+            flags: CT_SERVICE,
+        }
     }
 
     /// Key of the egress entry of the same packet once it goes to `backend:backend_port`.
     #[inline(always)]
     #[must_use]
-    pub const fn egress(client: [u8; 4], client_port: [u8; 2], backend: [u8; 4], backend_port: [u8; 2]) -> Self {
-        Self { daddr: client, saddr: backend, dport: backend_port, sport: client_port, nexthdr: PROTO_UDP, flags: CT_EGRESS }
+    pub const fn egress(
+        client: [u8; 4],
+        client_port: [u8; 2],
+        backend: [u8; 4],
+        backend_port: [u8; 2],
+    ) -> Self {
+        Self {
+            daddr: client,
+            saddr: backend,
+            dport: backend_port,
+            sport: client_port,
+            nexthdr: PROTO_UDP,
+            flags: CT_EGRESS,
+        }
     }
 }
 
@@ -329,15 +353,39 @@ impl CtKey6 {
     /// As [`CtKey4::service`].
     #[inline(always)]
     #[must_use]
-    pub const fn service(client: [u8; 16], client_port: [u8; 2], service: [u8; 16], service_port: [u8; 2]) -> Self {
-        Self { daddr: service, saddr: client, dport: client_port, sport: service_port, nexthdr: PROTO_UDP, flags: CT_SERVICE }
+    pub const fn service(
+        client: [u8; 16],
+        client_port: [u8; 2],
+        service: [u8; 16],
+        service_port: [u8; 2],
+    ) -> Self {
+        Self {
+            daddr: service,
+            saddr: client,
+            dport: client_port,
+            sport: service_port,
+            nexthdr: PROTO_UDP,
+            flags: CT_SERVICE,
+        }
     }
 
     /// As [`CtKey4::egress`].
     #[inline(always)]
     #[must_use]
-    pub const fn egress(client: [u8; 16], client_port: [u8; 2], backend: [u8; 16], backend_port: [u8; 2]) -> Self {
-        Self { daddr: client, saddr: backend, dport: backend_port, sport: client_port, nexthdr: PROTO_UDP, flags: CT_EGRESS }
+    pub const fn egress(
+        client: [u8; 16],
+        client_port: [u8; 2],
+        backend: [u8; 16],
+        backend_port: [u8; 2],
+    ) -> Self {
+        Self {
+            daddr: client,
+            saddr: backend,
+            dport: backend_port,
+            sport: client_port,
+            nexthdr: PROTO_UDP,
+            flags: CT_EGRESS,
+        }
     }
 }
 

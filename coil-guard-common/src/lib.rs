@@ -2,12 +2,18 @@
 //!
 //! * [`abi`]: the layouts of the guard's own maps;
 //! * [`cilium`]: the layouts of Cilium's maps;
-//! * [`counters`]: the verdicts, by reason.
+//! * [`counters`]: the verdicts, by reason;
+//! * [`packet`], [`inner`], [`checksum`]: reading outer and inner headers, and the one change made to them;
+//! * [`decide`]: the decision.
 #![no_std]
 
 #[cfg(test)]
 extern crate std;
 
 pub mod abi;
+pub mod checksum;
 pub mod cilium;
 pub mod counters;
+pub mod decide;
+pub mod inner;
+pub mod packet;

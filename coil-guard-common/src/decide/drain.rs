@@ -1,0 +1,315 @@
+//! Mode `drain`: existing inner connections stay, new ones leave.
+
+use super::{
+    COARSE, DRAIN_PORTS, DrainChange, IDLE, Judgement, PREVIOUS_MEMORY, RETRIES, SETTLE, State, Unmarked,
+    World, drain_port, is_reserved_port, judge,
+    put::{Put, put, read, select},
+    state::Memory,
+};
+use crate::{
+    abi::{FLOW_DRAINED, FLOW_ENDED, event},
+    counters::Reason,
+    inner::FlowPacket,
+};
+
+/// How a step ended.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Step {
+    Done,
+    /// The drain port belongs to another draining backend.
+    Collision,
+    /// An entry changed between reading and writing it.
+    Raced,
+}
+
+/// Decides for one packet; see the rules D1 to D4 in the design.
+///
+/// After a lost race the entry is read again, at most twice. Where the flow belongs, and which backend is live, was found
+/// out once and stays: one verdict per backend and packet.
+#[inline(never)]
+pub(super) fn drain(world: &mut impl World, state: &mut State) {
+    recall(world, state);
+    read(world, &state.master, state.port, Unmarked::Awhile, &mut state.read);
+    find_home(world, state);
+    if state.home.keeps {
+        stay(world, state);
+        if state.outcome.reason != Reason::NotDrained {
+            return;
+        }
+    }
+    place(world, state);
+}
+
+/// Looks the packet's tuple up in the memory of flows.
+#[inline(never)]
+fn recall(world: &mut impl World, state: &mut State) {
+    let Some(flow) = world.flow() else { return };
+    let anew = match world.flow_packet() {
+        FlowPacket::Opening => true,
+        FlowPacket::Stateless => world.now().saturating_sub(flow.last_seen) > IDLE,
+        FlowPacket::Established | FlowPacket::Closing => false,
+    };
+    state.flow = flow;
+    state.memory = if anew { Memory::Earlier } else { Memory::Known };
+    state.in_place = match world.backend(flow.backend_id) {
+        Some(backend) => backend.address == state.flow.backend_address,
+        None => false,
+    };
+}
+
+/// Finds the backend that the packet's flow must stay on; `state.home.keeps` when there is one.
+#[inline(never)]
+fn find_home(world: &mut impl World, state: &mut State) {
+    state.home = Judgement::absent(0);
+    if state.memory == Memory::Known && state.in_place {
+        judge_home(world, state, state.flow.backend_id);
+        if state.home.keeps {
+            return;
+        }
+    }
+    let entry_keeps = state.read.valid && !state.read.backend.usable && state.read.backend.keeps;
+    if state.memory == Memory::Nothing && may_be_old(world) {
+        // D2: older than the guard's memory.
+        find_previous(world, state);
+        if state.home.keeps {
+            return;
+        }
+        if entry_keeps {
+            state.home = state.read.backend;
+            return;
+        }
+    }
+    state.home.keeps = false;
+    if entry_keeps && settling(world, &state.read.backend) {
+        // D3: packets that passed the guard just before are still queued in front of Cilium under this port.
+        state.home = state.read.backend;
+    }
+}
+
+/// Whether a packet of an unknown flow can belong to one that was there before the guard. What is not TCP and unknown
+/// although everything of the last while is remembered is simply new.
+#[inline(always)]
+fn may_be_old(world: &mut impl World) -> bool {
+    match world.flow_packet() {
+        FlowPacket::Opening => false,
+        FlowPacket::Stateless => world.now().saturating_sub(world.memory_since()) < IDLE,
+        FlowPacket::Established | FlowPacket::Closing => true,
+    }
+}
+
+/// The backend that the client was moved off, while it keeps flows. One that became usable again counts for a while only:
+/// an unknown flow is then more likely one of the present backend.
+#[inline(never)]
+fn find_previous(world: &mut impl World, state: &mut State) {
+    let Some(previous) = world.previous() else { return };
+    let Some(backend) = world.backend(previous.backend_id) else { return };
+    if backend.address != previous.backend_address {
+        return;
+    }
+    judge_home(world, state, previous.backend_id);
+    if state.home.usable && world.now().saturating_sub(previous.moved_at) >= PREVIOUS_MEMORY {
+        state.home.keeps = false;
+    }
+}
+
+/// The verdict about `id`, the one already made about the entry's backend if it is the same.
+#[inline(never)]
+fn judge_home(world: &mut impl World, state: &mut State, id: u32) {
+    if state.read.backend.present && state.read.backend.id == id {
+        state.home = state.read.backend;
+    } else {
+        judge(world, u64::from(id), Unmarked::Awhile, &mut state.home);
+    }
+}
+
+#[inline(always)]
+fn settling(world: &impl World, backend: &Judgement) -> bool {
+    backend.began != 0 && world.now().saturating_sub(backend.began) < SETTLE
+}
+
+/// D1: keeps the packet on its home. The outcome is `NotDrained` when that cannot be, and then the packet is placed anew.
+#[inline(never)]
+fn stay(world: &mut impl World, state: &mut State) {
+    let mut tries = 0;
+    loop {
+        match try_to_stay(world, state) {
+            Step::Done => return,
+            Step::Collision => {
+                state.outcome.reason = Reason::NotDrained;
+                return;
+            }
+            // No reason to give a flow up: in the end it passes as it came.
+            Step::Raced => state.outcome.reason = Reason::Contended,
+        }
+        if tries == RETRIES {
+            return;
+        }
+        tries += 1;
+        read(world, &state.master, state.port, Unmarked::Awhile, &mut state.read);
+    }
+}
+
+#[inline(never)]
+fn try_to_stay(world: &mut impl World, state: &mut State) -> Step {
+    let id = state.home.id;
+    if state.read.valid && state.read.backend.id == id {
+        state.outcome.reason = if settling(world, &state.home) { Reason::Settling } else { Reason::Healthy };
+        note(world, state, id, if state.home.usable { 0 } else { FLOW_DRAINED });
+        return Step::Done;
+    }
+    if is_reserved_port(state.port) {
+        state.outcome.reason = Reason::ReservedPort;
+        return Step::Done;
+    }
+    if !state.read.valid && state.home.usable {
+        let done = put(world, &state.master, state.port, &state.read, id);
+        if done == Put::Raced {
+            return Step::Raced;
+        }
+        state.outcome.reason = done.reason();
+        note(world, state, id, 0);
+        return Step::Done;
+    }
+    let step = claim(world, state, id);
+    if step != Step::Done {
+        return step;
+    }
+    if state.port == world.fou_port() {
+        world.keep_replies(drain_port(id), &state.master, id);
+    }
+    state.outcome.source_port = Some(drain_port(id));
+    state.outcome.reason = Reason::Drained;
+    note(world, state, id, FLOW_DRAINED);
+    Step::Done
+}
+
+/// Sees to it that the entry under the drain port of the backend `id` names it.
+#[inline(always)]
+fn claim(world: &mut impl World, state: &mut State, id: u32) -> Step {
+    let port = drain_port(id);
+    read(world, &state.master, port, Unmarked::Awhile, &mut state.drain_read);
+    let found = &state.drain_read;
+    if found.valid && found.backend.id == id {
+        return Step::Done;
+    }
+    if found.valid && found.backend.keeps && found.backend.id % DRAIN_PORTS == id % DRAIN_PORTS {
+        world.report(event::DRAIN_PORT_COLLISION, id, found.backend.id);
+        return Step::Collision;
+    }
+    match put(world, &state.master, port, found, id) {
+        Put::Raced => Step::Raced,
+        _ => Step::Done,
+    }
+}
+
+/// D4: sends a new flow, or one whose backend keeps nothing, to a live backend, or where Cilium would send it if none is.
+#[inline(always)]
+fn place(world: &mut impl World, state: &mut State) {
+    let collision = state.outcome.reason == Reason::NotDrained;
+    find_target(world, state);
+    if state.outcome.reason == Reason::WouldMove {
+        move_to_target(world, state);
+    }
+    if collision {
+        state.outcome.reason = Reason::NotDrained;
+    }
+}
+
+/// Decides where the packet goes. The outcome is `WouldMove` when its entry has to change to name `state.live`.
+#[inline(never)]
+fn find_target(world: &mut impl World, state: &mut State) {
+    if state.read.valid && state.read.backend.usable {
+        state.outcome.reason = Reason::Healthy;
+        settle(world, state, state.read.backend.id);
+        return;
+    }
+    state.first_only = true;
+    select(world, state);
+    if !state.live.usable {
+        world.report(event::NO_LIVE, state.read.backend.id, 0);
+        state.live = state.present;
+        if state.read.valid || !state.present.present {
+            state.outcome.reason = Reason::NoLive;
+            if state.read.valid {
+                settle(world, state, state.read.backend.id);
+            }
+            return;
+        }
+    }
+    state.outcome.reason =
+        if is_reserved_port(state.port) { Reason::ReservedPort } else { Reason::WouldMove };
+}
+
+#[inline(never)]
+fn move_to_target(world: &mut impl World, state: &mut State) {
+    let id = state.live.id;
+    let mut tries = 0;
+    loop {
+        let done = put(world, &state.master, state.port, &state.read, id);
+        if done != Put::Raced {
+            if state.read.valid {
+                world.set_previous(state.read.backend.id);
+                world.report(event::MOVED, state.read.backend.id, id);
+            }
+            state.outcome.reason = if state.live.usable { done.reason() } else { Reason::NoLive };
+            settle(world, state, id);
+            return;
+        }
+        state.outcome.reason = Reason::Contended;
+        if tries == RETRIES {
+            return;
+        }
+        tries += 1;
+        read(world, &state.master, state.port, Unmarked::Awhile, &mut state.read);
+        if state.read.valid && state.read.backend.usable {
+            state.outcome.reason = Reason::Healthy;
+            settle(world, state, state.read.backend.id);
+            return;
+        }
+    }
+}
+
+/// Remembers the flow on the backend `id`, taking it off the account of another one that it was on and is cut from.
+#[inline(never)]
+fn settle(world: &mut impl World, state: &mut State, id: u32) {
+    if state.memory == Memory::Known && !state.flow_is_on(id) && state.flow.flags & FLOW_ENDED == 0 {
+        state.outcome.cut = true;
+        // One verdict a packet: that a flow was given up outweighs how its entry was made.
+        if state.outcome.reason != Reason::NoLive {
+            state.outcome.reason = Reason::Cut;
+        }
+        if state.flow.flags & FLOW_DRAINED != 0 {
+            world.count_drain(&state.flow.backend_address, DrainChange::Cut);
+        }
+    }
+    note(world, state, id, 0);
+}
+
+/// Remembers a packet of the flow on the backend `id`, and keeps count of the flows on a leaving one.
+#[inline(never)]
+fn note(world: &mut impl World, state: &mut State, id: u32, more_flags: u32) {
+    let same = state.flow_is_on(id);
+    let before = if same { state.flow.flags } else { 0 };
+    let ended = if world.flow_packet() == FlowPacket::Closing { FLOW_ENDED } else { 0 };
+    let flags = before | more_flags | ended;
+    if same && flags == before && world.now().saturating_sub(state.flow.last_seen) < COARSE {
+        return;
+    }
+    if state.memory == Memory::Earlier && state.flow.flags & (FLOW_DRAINED | FLOW_ENDED) == FLOW_DRAINED {
+        world.count_drain(&state.flow.backend_address, DrainChange::Ended);
+    }
+    if flags & FLOW_DRAINED != 0 {
+        count_drained(world, id, before, flags);
+    }
+    world.remember(id, flags);
+}
+
+#[inline(always)]
+fn count_drained(world: &mut impl World, id: u32, before: u32, flags: u32) {
+    let Some(backend) = world.backend(id) else { return };
+    let started = before & FLOW_DRAINED == 0;
+    world.count_drain(&backend.address, if started { DrainChange::Started } else { DrainChange::Seen });
+    if flags & FLOW_ENDED != 0 && (started || before & FLOW_ENDED == 0) {
+        world.count_drain(&backend.address, DrainChange::Ended);
+    }
+}

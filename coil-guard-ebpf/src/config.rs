@@ -1,0 +1,71 @@
+//! Constants of this instance, and the clock.
+
+use aya_ebpf::helpers::bpf_ktime_get_ns;
+use coil_guard_common::abi::{POD_HAS_IPV4, POD_HAS_IPV6, PodConfig};
+
+/// Written by the loader before the program is verified. Read volatile: the compiler must not fold the zeros in.
+#[unsafe(no_mangle)]
+static POD_CONFIG: PodConfig = PodConfig {
+    address6: [0; 16],
+    address4: [0; 4],
+    flags: 0,
+    guarded_since: 0,
+    generation: 0,
+    fou_port: [0; 2],
+    pad: [0; 2],
+    unmarked_drain: 0,
+};
+
+macro_rules! read {
+    ($field:ident) => {
+        // SAFETY: a valid, aligned field of a static that never changes once the program is loaded.
+        unsafe { (&raw const POD_CONFIG.$field).read_volatile() }
+    };
+}
+
+/// Access to the constants.
+pub(crate) struct Config;
+
+impl Config {
+    #[inline(always)]
+    pub(crate) fn fou_port() -> [u8; 2] {
+        read!(fou_port)
+    }
+
+    #[inline(always)]
+    pub(crate) fn flags() -> u32 {
+        read!(flags)
+    }
+
+    #[inline(always)]
+    pub(crate) fn address4() -> Option<[u8; 4]> {
+        (Self::flags() & POD_HAS_IPV4 != 0).then(|| read!(address4))
+    }
+
+    #[inline(always)]
+    pub(crate) fn address6() -> Option<[u8; 16]> {
+        (Self::flags() & POD_HAS_IPV6 != 0).then(|| read!(address6))
+    }
+
+    #[inline(always)]
+    pub(crate) fn generation() -> u32 {
+        read!(generation)
+    }
+
+    #[inline(always)]
+    pub(crate) fn guarded_since() -> u64 {
+        read!(guarded_since)
+    }
+
+    #[inline(always)]
+    pub(crate) fn unmarked_drain() -> u64 {
+        read!(unmarked_drain)
+    }
+}
+
+/// CLOCK_MONOTONIC, ns.
+#[inline(always)]
+pub(crate) fn now() -> u64 {
+    // SAFETY: the helper has no preconditions.
+    unsafe { bpf_ktime_get_ns() }
+}

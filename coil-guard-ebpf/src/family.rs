@@ -1,0 +1,148 @@
+//! What differs between IPv4 and IPv6: addresses, and the layouts of Cilium's keys and backends.
+
+use aya_ebpf::maps::{HashMap, LruHashMap};
+use coil_guard_common::{
+    checksum::Sum,
+    cilium::{
+        Affinity, AffinityKey4, AffinityKey6, Backend4, Backend6, CT_EGRESS, CT_SERVICE, CtEntry, CtKey4,
+        CtKey6, PROTO_UDP, Service, ServiceKey4, ServiceKey6,
+    },
+    packet::{Address, Outer},
+};
+
+use crate::{config::Config, maps, scratch::Scratch};
+
+/// A backend of either family.
+pub(crate) trait AnyBackend: Copy {
+    type Address: Address;
+    fn address(&self) -> Self::Address;
+    fn state(&self) -> u8;
+}
+
+/// An IP family. The key functions change the record's keys and give them out.
+pub(crate) trait Family {
+    type Address: Address + 'static;
+    type CtKey: 'static;
+    type ServiceKey: 'static;
+    type AffinityKey: 'static;
+    type Backend: AnyBackend<Address = Self::Address> + 'static;
+
+    fn own_address() -> Option<Self::Address>;
+    fn outer(scratch: &Scratch) -> &Outer<Self::Address>;
+    fn pseudo_header(outer: &Outer<Self::Address>) -> Sum;
+
+    /// Fills the keys for the packet in the record.
+    fn prepare(scratch: &mut Scratch);
+    fn entry_key(scratch: &mut Scratch, client_port: [u8; 2]) -> &Self::CtKey;
+    fn egress_key<'a>(scratch: &'a mut Scratch, backend: &Self::Backend) -> &'a Self::CtKey;
+    fn service_key(scratch: &mut Scratch, slot: u16) -> &Self::ServiceKey;
+    fn affinity_key(scratch: &mut Scratch, rev_nat_index: [u8; 2]) -> &Self::AffinityKey;
+
+    fn conntrack() -> &'static LruHashMap<Self::CtKey, CtEntry>;
+    fn services() -> &'static HashMap<Self::ServiceKey, Service>;
+    fn backends() -> &'static HashMap<u32, Self::Backend>;
+    fn affinities() -> &'static LruHashMap<Self::AffinityKey, Affinity>;
+}
+
+macro_rules! family {
+    (
+        $(#[$meta:meta])* $name:ident, $address:ty, $outer:ident, $keys:ident, $own:ident, $ct_key:ident,
+        $service_key:ident, $affinity_key:ident, $backend:ident, $ct:ident, $services:ident, $backends:ident, $affinities:ident
+    ) => {
+        $(#[$meta])*
+        pub(crate) struct $name;
+
+        impl AnyBackend for $backend {
+            type Address = $address;
+            #[inline(always)]
+            fn address(&self) -> $address {
+                self.address
+            }
+            #[inline(always)]
+            fn state(&self) -> u8 {
+                self.state
+            }
+        }
+
+        impl Family for $name {
+            type Address = $address;
+            type CtKey = $ct_key;
+            type ServiceKey = $service_key;
+            type AffinityKey = $affinity_key;
+            type Backend = $backend;
+
+            #[inline(always)]
+            fn own_address() -> Option<$address> {
+                Config::$own()
+            }
+            #[inline(always)]
+            fn outer(scratch: &Scratch) -> &Outer<$address> {
+                &scratch.$outer
+            }
+            #[inline(always)]
+            fn pseudo_header(outer: &Outer<$address>) -> Sum {
+                Sum::new().$own(outer.source).$own(outer.destination)
+            }
+            #[inline(always)]
+            fn prepare(scratch: &mut Scratch) {
+                let (outer, keys) = (&scratch.$outer, &mut scratch.$keys);
+                (keys.entry.saddr, keys.entry.daddr) = (outer.source, outer.destination);
+                (keys.entry.sport, keys.entry.nexthdr, keys.entry.flags) = (outer.destination_port, PROTO_UDP, CT_SERVICE);
+                keys.egress.daddr = outer.source;
+                (keys.egress.sport, keys.egress.nexthdr, keys.egress.flags) = (outer.source_port, PROTO_UDP, CT_EGRESS);
+                (keys.service.address, keys.service.dport) = (outer.destination, outer.destination_port);
+                keys.service.proto = PROTO_UDP;
+                keys.affinity.client = outer.source;
+            }
+            #[inline(always)]
+            fn entry_key(scratch: &mut Scratch, client_port: [u8; 2]) -> &$ct_key {
+                scratch.$keys.entry.dport = client_port;
+                &scratch.$keys.entry
+            }
+            #[inline(always)]
+            fn egress_key<'a>(scratch: &'a mut Scratch, backend: &$backend) -> &'a $ct_key {
+                let key = &mut scratch.$keys.egress;
+                (key.saddr, key.dport) = (backend.address, backend.port);
+                key
+            }
+            #[inline(always)]
+            fn service_key(scratch: &mut Scratch, slot: u16) -> &$service_key {
+                let proto = scratch.proto;
+                let key = &mut scratch.$keys.service;
+                (key.backend_slot, key.proto) = (slot, proto);
+                key
+            }
+            #[inline(always)]
+            fn affinity_key(scratch: &mut Scratch, rev_nat_index: [u8; 2]) -> &$affinity_key {
+                scratch.$keys.affinity.rev_nat_index = rev_nat_index;
+                &scratch.$keys.affinity
+            }
+            #[inline(always)]
+            fn conntrack() -> &'static LruHashMap<$ct_key, CtEntry> {
+                &maps::$ct
+            }
+            #[inline(always)]
+            fn services() -> &'static HashMap<$service_key, Service> {
+                &maps::$services
+            }
+            #[inline(always)]
+            fn backends() -> &'static HashMap<u32, $backend> {
+                &maps::$backends
+            }
+            #[inline(always)]
+            fn affinities() -> &'static LruHashMap<$affinity_key, Affinity> {
+                &maps::$affinities
+            }
+        }
+    };
+}
+
+family! {
+    /// IPv4.
+    V4, [u8; 4], outer4, keys4, address4, CtKey4, ServiceKey4, AffinityKey4, Backend4, CT4, SERVICES4, BACKENDS4, AFFINITY4
+}
+
+family! {
+    /// IPv6.
+    V6, [u8; 16], outer6, keys6, address6, CtKey6, ServiceKey6, AffinityKey6, Backend6, CT6, SERVICES6, BACKENDS6, AFFINITY6
+}

@@ -1,0 +1,83 @@
+//! Keys and values too large for the 512 bytes of stack.
+
+use aya_ebpf::{macros::map, maps::PerCpuArray};
+use coil_guard_common::{
+    abi::{
+        ClientServiceKey, DrainStats, FragmentKey, FragmentPorts, InnerFlow, InnerFlowKey, LeavingKey,
+        LeavingSeen, Previous, ReportKey, ServiceKey,
+    },
+    cilium::{AffinityKey4, AffinityKey6, CtEntry, CtKey4, CtKey6, ServiceKey4, ServiceKey6},
+    decide::State,
+    inner::FlowPacket,
+    packet::Outer,
+};
+
+/// What is known about one packet and client. It stands here and not on the stack also because the verifier does not
+/// follow values through maps: to it, all packets that got this far are one.
+///
+/// One record per CPU. A classifier on egress runs with bottom halves off and is not re-entered, so a record has one user
+/// at a time. Padding fields stay zero: they are parts of keys.
+#[repr(C)]
+pub(crate) struct Scratch {
+    pub(crate) flow: InnerFlowKey,
+    pub(crate) new_flow: InnerFlow,
+    /// Zeros but for what `create` sets; Cilium fills in the lifetime with the next packet.
+    pub(crate) new_entry: CtEntry,
+    /// Zeros but for what `keep_replies` sets.
+    pub(crate) new_replies: CtEntry,
+    pub(crate) fragment: FragmentKey,
+    pub(crate) report: ReportKey,
+    pub(crate) previous: Previous,
+    pub(crate) outer4: Outer<[u8; 4]>,
+    pub(crate) outer6: Outer<[u8; 16]>,
+    pub(crate) keys4: Keys<CtKey4, ServiceKey4, AffinityKey4>,
+    pub(crate) keys6: Keys<CtKey6, ServiceKey6, AffinityKey6>,
+    pub(crate) leaving: LeavingKey,
+    pub(crate) seen: LeavingSeen,
+    /// Zeros.
+    pub(crate) no_drains: DrainStats,
+    pub(crate) service: ServiceKey,
+    pub(crate) client_service: ClientServiceKey,
+    pub(crate) ports: FragmentPorts,
+    pub(crate) flow_packet: FlowPacket,
+    pub(crate) mode: u8,
+    /// Protocol in the keys of Cilium's services map.
+    pub(crate) proto: u8,
+    /// 1 or 0.
+    pub(crate) heartbeat_fresh: u64,
+}
+
+/// Keys of Cilium's maps for the packet's client and service. Built once a packet; a lookup then changes a field or two.
+#[repr(C)]
+pub(crate) struct Keys<C, S, A> {
+    /// Service entry; the source port is left to set.
+    pub(crate) entry: C,
+    /// Egress entry; backend and ports are left to set.
+    pub(crate) egress: C,
+    /// The slot is left to set.
+    pub(crate) service: S,
+    /// The reverse NAT index is left to set.
+    pub(crate) affinity: A,
+}
+
+#[map]
+static SCRATCH: PerCpuArray<Scratch> = PerCpuArray::with_max_entries(1, 0);
+
+impl Scratch {
+    /// This CPU's record.
+    #[inline(always)]
+    pub(crate) fn get() -> Option<&'static mut Self> {
+        // SAFETY: see the type: one user at a time, and the map lives as long as the program.
+        SCRATCH.get_ptr_mut(0).map(|scratch| unsafe { &mut *scratch })
+    }
+}
+
+#[map]
+static STATE: PerCpuArray<State> = PerCpuArray::with_max_entries(1, 0);
+
+/// This CPU's record for the decision.
+#[inline(always)]
+pub(crate) fn state() -> Option<&'static mut State> {
+    // SAFETY: as for the scratch record. Zeros, which the map holds at first, are a valid State: no field has an invalid zero.
+    STATE.get_ptr_mut(0).map(|state| unsafe { &mut *state })
+}

@@ -1,0 +1,338 @@
+//! What one packet's decision sees and does, in the kernel.
+
+use core::marker::PhantomData;
+
+use aya_ebpf::bindings::BPF_NOEXIST;
+use coil_guard_common::{
+    abi::{BackendMark, GuardedService, InnerFlow, Previous},
+    cilium::{CtEntry, PROTO_UDP, SERVICE_FLAG_AFFINITY, Service},
+    decide::{Backend, DrainChange, Entry, Master, World},
+    inner::FlowPacket,
+    packet::{Address as _, Outer},
+};
+
+use crate::{
+    atomic,
+    config::Config,
+    family::{AnyBackend as _, Family},
+    maps::{self, copy},
+    report,
+    scratch::Scratch,
+};
+
+const NOEXIST: u64 = BPF_NOEXIST as u64;
+/// Two sightings of a leaving backend further apart are two leavings.
+const LEAVING_PAUSE: u64 = 60_000_000_000;
+
+/// See the module.
+pub(crate) struct ClientWorld<F: Family> {
+    pub(crate) scratch: &'static mut Scratch,
+    service: &'static GuardedService,
+    now: u64,
+    family: PhantomData<F>,
+}
+
+impl<F: Family> ClientWorld<F> {
+    #[inline(always)]
+    pub(crate) fn new(scratch: &'static mut Scratch, now: u64, service: &'static GuardedService) -> Self {
+        scratch.heartbeat_fresh = match maps::AGENT.get(0) {
+            Some(agent) => u64::from(now < agent.heartbeat_until),
+            None => 0,
+        };
+        F::prepare(scratch);
+        let client = F::outer(scratch).source.mapped();
+        scratch.client_service.client = client;
+        scratch.client_service.service = scratch.service.address;
+        scratch.client_service.service_port = scratch.service.port;
+        Self { scratch, service, now, family: PhantomData }
+    }
+
+    #[inline(always)]
+    fn outer(&self) -> &Outer<F::Address> {
+        F::outer(self.scratch)
+    }
+
+    /// The service's master entry: keyed by protocol from Cilium 1.17, by "any" before.
+    #[inline(never)]
+    pub(crate) fn find_master(&mut self, out: &mut Master) -> bool {
+        self.scratch.proto = PROTO_UDP;
+        if self.read_master(out) {
+            return true;
+        }
+        self.scratch.proto = 0;
+        self.read_master(out)
+    }
+
+    #[inline(always)]
+    fn read_master(&mut self, out: &mut Master) -> bool {
+        let Some(master) = self.service(0) else { return false };
+        out.rev_nat_index = master.rev_nat_index;
+        out.count = master.count;
+        out.affinity = master.flags & SERVICE_FLAG_AFFINITY != 0;
+        true
+    }
+
+    #[inline(always)]
+    fn service(&mut self, slot: u16) -> Option<Service> {
+        copy!(F::services(), F::service_key(self.scratch, slot))
+    }
+
+    /// Address of a backend, zeros when Cilium has none of that id.
+    #[inline(always)]
+    fn address(&self, id: u32) -> [u8; 16] {
+        match copy!(F::backends(), &id) {
+            Some(backend) => backend.address().mapped(),
+            None => [0; 16],
+        }
+    }
+
+    /// The service entry under `port` in Cilium's map.
+    #[inline(always)]
+    fn entry_ptr(&mut self, port: [u8; 2]) -> Option<*mut CtEntry> {
+        F::conntrack().get_ptr_mut(F::entry_key(self.scratch, port))
+    }
+}
+
+impl<F: Family> World for ClientWorld<F> {
+    #[inline(always)]
+    fn now(&self) -> u64 {
+        self.now
+    }
+
+    #[inline(always)]
+    fn client_port(&self) -> [u8; 2] {
+        self.outer().source_port
+    }
+
+    #[inline(always)]
+    fn fou_port(&self) -> [u8; 2] {
+        Config::fou_port()
+    }
+
+    #[inline(always)]
+    fn spread(&self, with_port: bool) -> u32 {
+        let spread = self.outer().source.spread();
+        if with_port { spread ^ u32::from(u16::from_be_bytes(self.outer().source_port)) } else { spread }
+    }
+
+    #[inline(always)]
+    fn slot(&mut self, slot: u16) -> Option<u32> {
+        self.service(slot).map(|service| service.word)
+    }
+
+    #[inline(always)]
+    fn backend(&mut self, id: u32) -> Option<Backend> {
+        let backend = copy!(F::backends(), &id)?;
+        Some(Backend { address: backend.address().mapped(), state: backend.state() })
+    }
+
+    #[inline(always)]
+    fn affinity(&mut self, master: &Master) -> Option<u32> {
+        let key = F::affinity_key(self.scratch, master.rev_nat_index);
+        copy!(F::affinities(), key).map(|affinity| affinity.backend_id)
+    }
+
+    #[inline(always)]
+    fn entry(&mut self, port: [u8; 2]) -> Option<Entry> {
+        let entry = copy!(F::conntrack(), F::entry_key(self.scratch, port))?;
+        Some(Entry { backend_id: entry.backend_id, rev_nat_index: entry.rev_nat_index })
+    }
+
+    #[inline(never)]
+    fn create(&mut self, port: [u8; 2], master: &Master, id: u32) -> bool {
+        self.scratch.new_entry.backend_id = u64::from(id);
+        self.scratch.new_entry.rev_nat_index = master.rev_nat_index;
+        let entry = &raw const self.scratch.new_entry;
+        // SAFETY: the key and the value are different fields of the record.
+        F::conntrack().insert(F::entry_key(self.scratch, port), unsafe { &*entry }, NOEXIST).is_ok()
+    }
+
+    #[inline(never)]
+    fn repair(&mut self, port: [u8; 2], seen: &Entry, master: &Master, id: u32) -> bool {
+        let Some(entry) = self.entry_ptr(port) else {
+            return false;
+        };
+        // SAFETY: a non-null map value pointer; the element outlives this packet, whatever tuple it is for by then.
+        unsafe {
+            if (&raw const (*entry).backend_id).read_volatile() != seen.backend_id {
+                return false;
+            }
+            // The index goes first: until the backend follows, the entry names a backend that Cilium takes for missing or
+            // for another service's, and chooses anew.
+            (&raw mut (*entry).rev_nat_index).write_volatile(master.rev_nat_index);
+            atomic::exchange(&raw mut (*entry).backend_id, seen.backend_id, u64::from(id))
+        }
+    }
+
+    #[inline(never)]
+    fn swap(&mut self, port: [u8; 2], from: u64, to: u32) -> bool {
+        match self.entry_ptr(port) {
+            // SAFETY: as above.
+            Some(entry) => unsafe { atomic::exchange(&raw mut (*entry).backend_id, from, u64::from(to)) },
+            None => false,
+        }
+    }
+
+    #[inline(never)]
+    fn keep_replies(&mut self, port: [u8; 2], master: &Master, id: u32) {
+        let Some(backend) = copy!(F::backends(), &id) else { return };
+        let Some(drain_entry) = self.entry_ptr(port) else { return };
+        // SAFETY: a non-null map value pointer.
+        let lifetime = unsafe { (&raw const (*drain_entry).lifetime).read_volatile() };
+        let key = F::egress_key(self.scratch, &backend);
+        if let Some(entry) = F::conntrack().get_ptr_mut(key) {
+            // SAFETY: as above. Same clock and unit in both; a refresh by Cilium that is lost here is made up for by the next
+            // packet.
+            unsafe {
+                let kept = &raw mut (*entry).lifetime;
+                if kept.read_volatile() < lifetime {
+                    kept.write_volatile(lifetime);
+                }
+            }
+            return;
+        }
+        self.scratch.new_replies.rev_nat_index = master.rev_nat_index;
+        self.scratch.new_replies.lifetime = lifetime;
+        let entry = &raw const self.scratch.new_replies;
+        // SAFETY: the key and the value are different fields of the record. A failure means that Cilium made its own entry,
+        // which is as good, or that the map is full, which Cilium reports.
+        let _: Result<(), i32> =
+            F::conntrack().insert(F::egress_key(self.scratch, &backend), unsafe { &*entry }, NOEXIST);
+    }
+
+    #[inline(always)]
+    fn mark(&mut self, address: &[u8; 16]) -> Option<BackendMark> {
+        copy!(maps::BACKEND_MARKS, address)
+    }
+
+    #[inline(always)]
+    fn heartbeat_fresh(&mut self) -> u64 {
+        self.scratch.heartbeat_fresh
+    }
+
+    #[inline(never)]
+    fn leaving_since(&mut self, address: &[u8; 16], id: u32) -> u64 {
+        let now = self.now;
+        (self.scratch.leaving.address, self.scratch.leaving.backend_id) = (*address, id);
+        if let Some(seen) = maps::LEAVING.get_ptr_mut(&self.scratch.leaving) {
+            // SAFETY: a map value pointer to plain integers; racing CPUs store nearly the same time.
+            let seen = unsafe { &mut *seen };
+            if now.saturating_sub(seen.last) > LEAVING_PAUSE {
+                seen.first = now;
+            }
+            seen.last = now;
+            return seen.first;
+        }
+        (self.scratch.seen.first, self.scratch.seen.last) = (now, now);
+        // Lost to another CPU that saw it at the same moment.
+        let _: Result<(), i32> = maps::LEAVING.insert(&self.scratch.leaving, &self.scratch.seen, NOEXIST);
+        now
+    }
+
+    #[inline(always)]
+    fn unmarked_drain(&self) -> u64 {
+        Config::unmarked_drain()
+    }
+
+    #[inline(always)]
+    fn previous(&mut self) -> Option<Previous> {
+        copy!(maps::PREVIOUS, &self.scratch.client_service)
+            .filter(|previous| previous.generation == Config::generation())
+    }
+
+    #[inline(never)]
+    fn set_previous(&mut self, from: u32) {
+        let address = self.address(from);
+        let previous = &mut self.scratch.previous;
+        (previous.backend_address, previous.backend_id) = (address, from);
+        (previous.moved_at, previous.generation) = (self.now, Config::generation());
+        // A full LRU evicts the oldest.
+        let _: Result<(), i32> =
+            maps::PREVIOUS.insert(&self.scratch.client_service, &self.scratch.previous, 0);
+    }
+
+    #[inline(never)]
+    fn report(&mut self, kind: u8, from: u32, to: u32) {
+        let key = &mut self.scratch.report;
+        (key.service, key.client) = (self.scratch.client_service.service, self.scratch.client_service.client);
+        (key.service_port, key.from_id, key.kind) = (self.scratch.client_service.service_port, from, kind);
+        if !report::due(&self.scratch.report, self.now) {
+            return;
+        }
+        report::send(|event| {
+            event.time = self.now;
+            event.client = self.scratch.report.client;
+            event.service = self.scratch.report.service;
+            event.from = self.address(from);
+            event.to = self.address(to);
+            event.from_id = from;
+            event.to_id = to;
+            event.egress = self.service.egress;
+            event.service_port = self.scratch.report.service_port;
+            event.client_port = self.outer().source_port;
+            event.kind = kind;
+            event.mode = self.service.mode;
+            event.pad = [0; 6];
+        });
+    }
+
+    #[inline(always)]
+    fn flow_packet(&self) -> FlowPacket {
+        self.scratch.flow_packet
+    }
+
+    #[inline(always)]
+    fn flow(&mut self) -> Option<InnerFlow> {
+        copy!(maps::INNER_FLOWS, &self.scratch.flow).filter(|flow| flow.generation == Config::generation())
+    }
+
+    #[inline(never)]
+    fn remember(&mut self, id: u32, flags: u32) {
+        let address = self.address(id);
+        let flow = &mut self.scratch.new_flow;
+        (flow.backend_address, flow.backend_id) = (address, id);
+        (flow.last_seen, flow.generation, flow.flags) = (self.now, Config::generation(), flags);
+        // A full LRU evicts; a flow that is not remembered is only not drained.
+        let _: Result<(), i32> = maps::INNER_FLOWS.insert(&self.scratch.flow, &self.scratch.new_flow, 0);
+    }
+
+    #[inline(always)]
+    fn memory_since(&self) -> u64 {
+        if self.service.tracked_since > Config::guarded_since() {
+            self.service.tracked_since
+        } else {
+            Config::guarded_since()
+        }
+    }
+
+    #[inline(never)]
+    fn count_drain(&mut self, address: &[u8; 16], change: DrainChange) {
+        if maps::DRAINS.get_ptr_mut(address).is_none() {
+            // Lost to another CPU, which is as good.
+            let _: Result<(), i32> = maps::DRAINS.insert(address, &self.scratch.no_drains, NOEXIST);
+        }
+        let Some(stats) = maps::DRAINS.get_ptr_mut(address) else { return };
+        // SAFETY: a map value pointer; every field is an aligned u64. The counts are added to atomically, of the times
+        // any CPU's will do.
+        unsafe {
+            match change {
+                DrainChange::Started => {
+                    atomic::add(&raw mut (*stats).flows, 1);
+                    atomic::add(&raw mut (*stats).started, 1);
+                    (*stats).last_packet = self.now;
+                }
+                DrainChange::Seen => (*stats).last_packet = self.now,
+                DrainChange::Ended => {
+                    atomic::add(&raw mut (*stats).flows, u64::MAX);
+                    atomic::add(&raw mut (*stats).ended, 1);
+                    (*stats).last_end = self.now;
+                }
+                DrainChange::Cut => {
+                    atomic::add(&raw mut (*stats).flows, u64::MAX);
+                    atomic::add(&raw mut (*stats).cut, 1);
+                    (*stats).last_end = self.now;
+                }
+            }
+        }
+    }
+}
