@@ -38,7 +38,8 @@ pub enum Gone {
     /// Answer 200, first event ERROR with code 410: what the watch cache does.
     #[default]
     Event,
-    /// HTTP status 410.
+    /// HTTP status 410, which the API's contract allows too. kube's watcher does not list again by itself then: it asks
+    /// for the same revision for ever.
     Status,
 }
 
@@ -50,7 +51,7 @@ pub enum Outage {
     None,
     /// It is accepted and never answered. Watches stay silent.
     Hang,
-    /// It gets this HTTP status, such as 429, 500 or 503. Watches that run go on.
+    /// It gets this HTTP status. Watches that run go on. kube's client itself repeats what gets 429, 503 or 504.
     Status(u16),
 }
 

@@ -25,7 +25,7 @@ mod validate;
 mod watch;
 mod write;
 
-use std::{path::Path, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, path::Path, sync::Arc, time::Duration};
 
 use anyhow::Context as _;
 use k8s_openapi::api::rbac::v1::PolicyRule;
@@ -58,6 +58,8 @@ struct State {
     /// `None` allows everything.
     rules: Option<Vec<PolicyRule>>,
     calls: Vec<Entry>,
+    /// How many watches run.
+    watches: BTreeMap<Kind, usize>,
     continues: Continues,
     tokens: u64,
 }
@@ -240,6 +242,12 @@ impl KubeApi {
         self.shared.change(|state| state.faults.closes.push((kind, how)));
     }
 
+    /// How many watches of a kind run. A client whose connection is gone counts until the server notices.
+    #[must_use]
+    pub fn running_watches(&self, kind: Kind) -> usize {
+        self.shared.lock().watches.get(&kind).copied().unwrap_or(0)
+    }
+
     /// Forgets the history and the parts of lists that were not read yet: a watch from an older revision, and a
     /// continued list, gets 410.
     pub fn compact(&self) {
@@ -265,7 +273,7 @@ impl KubeApi {
         self.shared.lock().faults.gone = gone;
     }
 
-    /// Sends `{"type": event, "object": object}` to the watches of a kind, whatever it is and whatever they select.
+    /// Sends `{"type": event, "object": object}` to the watches of a kind that run, whatever it is and whatever they select.
     pub fn inject(&self, kind: Kind, event: &str, object: &Value) {
         let event = json!({"type": event, "object": object});
         self.shared.change(|state| state.faults.injected.push((kind, event)));

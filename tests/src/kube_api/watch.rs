@@ -49,6 +49,14 @@ struct Running {
     ended: bool,
 }
 
+impl Drop for Running {
+    fn drop(&mut self) {
+        if let Some(running) = self.shared.lock().watches.get_mut(&self.watch.kind) {
+            *running -= 1;
+        }
+    }
+}
+
 enum Step {
     Send(Vec<u8>),
     SendAndEnd(Vec<u8>),
@@ -59,7 +67,8 @@ enum Step {
 /// Runs a watch.
 pub(crate) fn run(watch: Watch, shared: &Arc<Shared>) -> impl Stream<Item = io::Result<Bytes>> + use<> {
     let changed = shared.changed.subscribe();
-    let state = shared.lock();
+    let mut state = shared.lock();
+    *state.watches.entry(watch.kind).or_default() += 1;
     let running = Running {
         closes: state.faults.closes.len(),
         injected: state.faults.injected.len(),
@@ -154,7 +163,7 @@ impl Running {
         if self.watch.bookmarks && (over || asked || now >= self.next_bookmark) {
             lines.extend(bookmark(self.watch.kind, self.watch.cursor, false));
         }
-        if now >= self.next_bookmark {
+        if asked || now >= self.next_bookmark {
             self.next_bookmark = now + state.faults.bookmarks_every;
         }
         if over {
