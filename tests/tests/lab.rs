@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, ensure};
 use coil_guard_tests::{
     cilium::{AttachKind, BackendState, CiliumVersion, DEFAULT_AFFINITY, IpFamily, MatchPolicy, Policy},
     fou::{ChecksumKind, FOU_PORT, ReplyMode, Via},
-    lab::Lab,
+    lab::{Lab, eventually},
     net::lab_test,
 };
 
@@ -132,11 +132,9 @@ fn garbage_collection_removes_what_no_packet_refreshes() -> Result<()> {
         let lab = Lab::builder().lifetime(Duration::from_secs(1)).families(&[IpFamily::V4]).start()?;
         let collector = lab.start_garbage_collection(Duration::from_millis(100))?;
         lab.stream(0, lab.spec(0, IpFamily::V4).count(5))?.finish(false)?;
-        let deadline = std::time::Instant::now() + lab.patience();
-        while lab.service_entry(0, IpFamily::V4, FOU_PORT)?.is_some() {
-            ensure!(std::time::Instant::now() < deadline, "the entry is still there: {:?}", lab.dump()?);
-            std::thread::yield_now();
-        }
+        eventually("collected entry", lab.patience(), || {
+            Ok(lab.service_entry(0, IpFamily::V4, FOU_PORT)?.map_or(Ok(()), Err))
+        })?;
         ensure!(collector.finish()? >= 3, "service, egress and related entry");
         Ok(())
     })

@@ -120,7 +120,7 @@ fn choose<F: Family>(
         0 => unsafe { bpf_get_prandom_u32() },
         pick => pick - 1,
     };
-    let slot = number % u32::from(service.count) + 1;
+    let slot = number.checked_rem(service.count.into())? + 1;
     let id = F::service(&packet.destination, packet.destination_port, slot as u16, protocol)?.word;
     Some((id, F::backend(id)?))
 }

@@ -217,7 +217,9 @@ impl RawMap {
     /// On a key of another size, or when the kernel refuses.
     pub fn delete_bytes(&self, key: &[u8]) -> Result<bool> {
         self.check("key", key.len(), self.shape.key_size)?;
-        match bpf(MAP_DELETE_ELEM, &mut self.element(key, &[], 0)) {
+        // The kernel refuses anything behind the key.
+        let mut attr = Attr::new(&[(0, &self.fd.as_raw_fd().to_ne_bytes()), (8, &address(key))]);
+        match bpf(MAP_DELETE_ELEM, &mut attr) {
             Ok(_) => Ok(true),
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(false),
             Err(error) => Err(error).with_context(|| format!("cannot delete from map {}", self.name)),

@@ -28,7 +28,7 @@ use anyhow::{Context as _, Result};
 pub use self::{
     builder::LabBuilder,
     entries::FlowTuple,
-    process::{GarbageCollector, command},
+    process::{GarbageCollector, command, eventually},
 };
 use crate::{
     cilium::{

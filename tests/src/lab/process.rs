@@ -6,10 +6,10 @@ use std::{
     process::Command,
     sync::mpsc::{self, RecvTimeoutError},
     thread::JoinHandle,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
-use anyhow::{Result, anyhow};
+use anyhow::{Result, anyhow, bail};
 
 use super::Lab;
 use crate::cilium::maps::collect_garbage;
@@ -26,6 +26,27 @@ pub fn command(program: impl AsRef<OsStr>) -> Command {
     // SAFETY: the closure makes one system call and allocates nothing.
     unsafe { command.pre_exec(die_with_parent) };
     command
+}
+
+/// Looks again and again until `look` finds something.
+///
+/// # Errors
+///
+/// When it has not found it within `patience`: the message holds what was looked for and what was seen last. And
+/// whatever `look` returns.
+pub fn eventually<T, S: std::fmt::Debug>(
+    what: &str,
+    patience: Duration,
+    mut look: impl FnMut() -> Result<Result<T, S>>,
+) -> Result<T> {
+    let deadline = Instant::now() + patience;
+    loop {
+        match look()? {
+            Ok(found) => return Ok(found),
+            Err(seen) if Instant::now() > deadline => bail!("no {what} after {patience:?}; last seen: {seen:?}"),
+            Err(_) => std::thread::sleep(Duration::from_millis(2)),
+        }
+    }
 }
 
 /// Cilium's garbage collection, running. Dropping it stops it.
