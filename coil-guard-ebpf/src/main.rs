@@ -94,7 +94,8 @@ fn guard<F: Family>(packet: &Packet<'_>, scratch: &'static mut Scratch) -> Reaso
         return Reason::UnknownService;
     }
     if tracks_flows(world.scratch.mode) {
-        inner_flow::<F>(packet, world.scratch);
+        let offset = F::outer(world.scratch).inner();
+        inner_flow(packet, world.scratch, offset);
     }
     let mode = world.scratch.mode;
     decide::decide(&mut world, state, mode);
@@ -128,19 +129,16 @@ fn effective_mode(service: &GuardedService) -> u8 {
     if auto && service.mode == mode::DRAIN { mode::RESET } else { service.mode }
 }
 
-/// Reads the inner flow into the scratch key.
+/// Reads the inner flow at `offset` into the scratch key.
 #[inline(never)]
-fn inner_flow<F: Family>(packet: &Packet<'_>, scratch: &mut Scratch) {
-    let outer = F::outer(scratch);
-    let client = outer.source.mapped();
-    let offset = outer.inner();
-    scratch.flow.client = client;
-    scratch.flow.service = scratch.service.address;
-    scratch.flow.service_port = scratch.service.port;
+fn inner_flow(packet: &Packet<'_>, scratch: &mut Scratch, offset: u32) {
+    scratch.flow.client = scratch.client_service.client;
+    scratch.flow.service = scratch.client_service.service;
+    scratch.flow.service_port = scratch.client_service.service_port;
     let (flow_packet, fragment) = inner::parse(packet, offset, &mut scratch.flow, &mut scratch.fragment);
     scratch.flow_packet = flow_packet;
     if fragment != Fragment::Whole {
-        scratch.fragment.client = client;
+        scratch.fragment.client = scratch.client_service.client;
         if fragment == Fragment::First {
             maps::remember_fragment(scratch);
         } else {

@@ -33,7 +33,7 @@ pub const REWRITE_PORT_FIRST: u16 = DRAIN_PORT_FIRST + DRAIN_PORTS as u16;
 
 /// Bound on the slots that are looked at for one packet. Of a service with more, each client sees this many, from a
 /// start of its own.
-pub const MAX_SLOTS: u16 = 32;
+pub const MAX_SLOTS: u16 = 16;
 
 /// Non-TCP flows that were idle for longer are new flows.
 pub const IDLE: u64 = 120_000_000_000;
@@ -156,7 +156,7 @@ pub enum DrainChange {
 pub fn decide(world: &mut impl World, state: &mut State, mode: u8) {
     state.begin(world.client_port(), mode);
     match mode {
-        mode::AUDIT | mode::RESET => reset::reset(world, state, mode == mode::RESET),
+        mode::AUDIT | mode::RESET => reset::reset(world, state),
         mode::DRAIN => drain::drain(world, state),
         _ => state.outcome.reason = Reason::NotGuarded,
     }

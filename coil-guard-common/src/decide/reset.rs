@@ -6,18 +6,18 @@ use super::{
 };
 use crate::{abi::event, counters::Reason, inner::FlowPacket};
 
-/// Every flow leaves a backend that keeps nothing, with this packet, if there is a live one. Unless `act`, that is only
+/// Every flow leaves a backend that keeps nothing, with this packet, if there is a live one. In audit, that is only
 /// counted and reported, along with whether drain would have kept the flow; nothing of Cilium's is written.
 #[inline(never)]
-pub(super) fn reset(world: &mut impl World, state: &mut State, act: bool) {
+pub(super) fn reset(world: &mut impl World, state: &mut State) {
     look(world, state);
-    if state.outcome.reason == Reason::Healthy && !act {
+    if state.outcome.reason == Reason::Healthy && !state.act {
         remember(world, state.read.backend.id);
     }
     if state.outcome.reason != Reason::WouldMove {
         return;
     }
-    if act {
+    if state.act {
         move_to_live(world, state);
         return;
     }

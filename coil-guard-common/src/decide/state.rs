@@ -74,6 +74,8 @@ pub struct State {
     pub master: Master,
     pub(super) port: [u8; 2],
     pub(super) unmarked: Unmarked,
+    /// Not audit.
+    pub(super) act: bool,
     /// Under the packet's own source port.
     pub(super) read: Read,
     /// Under a drain port.
@@ -113,6 +115,7 @@ impl State {
             master: Master { rev_nat_index: [0; 2], count: 0, affinity: false },
             port: [0; 2],
             unmarked: Unmarked::No,
+            act: false,
             read: Read::NONE,
             drain_read: Read::NONE,
             flow: InnerFlow {
@@ -141,6 +144,7 @@ impl State {
             Outcome { reason: Reason::NotGuarded, source_port: None, cut: false, would_drain: false };
         self.port = port;
         self.unmarked = if mode == mode::DRAIN { Unmarked::Awhile } else { Unmarked::No };
+        self.act = mode != mode::AUDIT;
         self.memory = Memory::Nothing;
     }
 
