@@ -93,10 +93,9 @@ fn event_name(write: &Write, started: u128) -> String {
 async fn put(client: &Client, node: &str, name: &str, write: &Write) -> Result<Outcome, kube::Error> {
     let api: Api<Event> = Api::namespaced(client.clone(), &write.notice.egress.namespace);
     if write.again {
-        let patch = json!({
-            "note": note(write),
-            "series": {"count": write.count, "lastObservedTime": MicroTime(Timestamp::now())},
-        });
+        // The API refuses a change of anything else, the note included: it keeps the numbers of its first seconds.
+        let series = json!({"count": write.count, "lastObservedTime": MicroTime(Timestamp::now())});
+        let patch = json!({"series": series});
         match api.patch(name, &PatchParams::default(), &Patch::Merge(patch)).await {
             Ok(_) => return Ok(Outcome::Patched),
             // It has expired, or its creation failed.

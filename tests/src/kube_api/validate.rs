@@ -62,16 +62,12 @@ fn event(event: &Value) -> Result<(), String> {
     {
         return Err("series: count should be at least 2, and lastObservedTime is required".into());
     }
-    let (own, regarding) = (&event["metadata"]["namespace"], &event["regarding"]["namespace"]);
-    let fits = match regarding.as_str().unwrap_or_default() {
-        "" => matches!(own.as_str(), Some("default" | "kube-system")),
-        namespace => own.as_str() == Some(namespace),
-    };
-    if fits {
-        Ok(())
-    } else {
-        Err(format!("regarding.namespace: {regarding} does not match event.namespace {own}"))
+    // A namespace of the object that is another than the Event's is taken, once eventTime is set.
+    let (own, regarding) = (event["metadata"]["namespace"].as_str(), &event["regarding"]["namespace"]);
+    if regarding.as_str().unwrap_or_default().is_empty() && !matches!(own, Some("default" | "kube-system")) {
+        return Err("regarding.namespace: does not match event.namespace".into());
     }
+    Ok(())
 }
 
 /// Only the series of an Event can change.

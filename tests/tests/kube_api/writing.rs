@@ -176,7 +176,7 @@ async fn events_are_validated_as_a_real_server_does() {
         ("type", json!("Info")),
         ("eventTime", json!(null)),
         ("note", json!(long)),
-        ("regarding", json!({"kind": "Egress", "namespace": "y", "name": "nat"})),
+        ("regarding", json!({"kind": "Egress", "name": "nat"})),
     ];
     for (field, value) in wrong {
         let event = event(|event| event[field] = value);
