@@ -26,9 +26,15 @@ fn every_packet_arrives_once_and_is_answered_by_the_service() -> Result<()> {
                 ] {
                     let spec = lab.spec(client, family).count(2000).via(via).checksum(checksum);
                     let report = lab.stream(client, spec)?.finish(false)?;
-                    report.ensure_exactly_once().with_context(|| format!("{family:?} {via:?} {checksum:?}"))?;
+                    report
+                        .ensure_exactly_once()
+                        .with_context(|| format!("{family:?} {via:?} {checksum:?}"))?;
                     report.ensure_answered_by(lab.service(family))?;
-                    ensure!(report.per_backend().len() == 1, "one outer flow went to {:?}", report.per_backend());
+                    ensure!(
+                        report.per_backend().len() == 1,
+                        "one outer flow went to {:?}",
+                        report.per_backend()
+                    );
                 }
             }
         }
@@ -43,7 +49,9 @@ fn every_packet_arrives_once_and_is_answered_by_the_service() -> Result<()> {
 
 #[test]
 fn an_established_flow_stays_on_a_terminating_backend() -> Result<()> {
-    for (attach, version) in [(AttachKind::Tcx, CiliumVersion::V1_18), (AttachKind::Clsact, CiliumVersion::V1_15)] {
+    for (attach, version) in
+        [(AttachKind::Tcx, CiliumVersion::V1_18), (AttachKind::Clsact, CiliumVersion::V1_15)]
+    {
         lab_test(move || {
             let mut lab = Lab::builder().attach(attach).version(version).start()?;
             for family in FAMILIES {
@@ -58,8 +66,12 @@ fn an_established_flow_stays_on_a_terminating_backend() -> Result<()> {
                 let report = stream.finish(true)?;
                 report.ensure_exactly_once()?;
                 report.ensure_answered_by(lab.service(family))?;
-                let after: Vec<_> = (removed + 300..report.sent.len() as u64).map(|n| report.backend_of(n)).collect();
-                ensure!(!after.contains(&Some(bound)), "{family:?}: went on to a backend that Cilium does not know");
+                let after: Vec<_> =
+                    (removed + 300..report.sent.len() as u64).map(|n| report.backend_of(n)).collect();
+                ensure!(
+                    !after.contains(&Some(bound)),
+                    "{family:?}: went on to a backend that Cilium does not know"
+                );
                 lab.publish_backend(bound)?;
             }
             Ok(())
@@ -81,7 +93,10 @@ fn affinity_brings_a_new_port_to_the_terminating_backend_while_its_match_is_ther
                 let report = lab.stream(0, spec)?.finish(false)?;
                 report.ensure_exactly_once()?;
                 let stuck = report.per_backend() == BTreeMap::from([(bound, 5)]);
-                ensure!(stuck == (policy == MatchPolicy::Kept), "{policy:?}: {report:?}, was bound to {bound}");
+                ensure!(
+                    stuck == (policy == MatchPolicy::Kept),
+                    "{policy:?}: {report:?}, was bound to {bound}"
+                );
                 lab.set_backend(bound, BackendState::Active)?;
             }
             Ok(())

@@ -87,7 +87,13 @@ fn blank(entry: &mut CtEntry, settings: &Settings, direction: Direction, rev_nat
 
 /// Fills in a new service entry.
 #[inline(always)]
-pub fn service_entry(entry: &mut CtEntry, settings: &Settings, backend_id: u32, rev_nat_index: [u8; 2], length: u64) {
+pub fn service_entry(
+    entry: &mut CtEntry,
+    settings: &Settings,
+    backend_id: u32,
+    rev_nat_index: [u8; 2],
+    length: u64,
+) {
     blank(entry, settings, Direction::FromContainer, rev_nat_index);
     entry.backend_id = backend_id.into();
     if settings.minor >= 16 {

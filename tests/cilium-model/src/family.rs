@@ -66,7 +66,8 @@ impl Family for V4 {
 
     #[inline(always)]
     fn parse(ctx: &TcContext, packet: &mut Packet<[u8; 4]>) -> Option<()> {
-        let [version_ihl, _, _, _, _, _, frag_high, frag_low, _, protocol] = ctx.load::<[u8; 10]>(ETHERNET).ok()?;
+        let [version_ihl, _, _, _, _, _, frag_high, frag_low, _, protocol] =
+            ctx.load::<[u8; 10]>(ETHERNET).ok()?;
         let header = usize::from(version_ihl & 0xf) * 4;
         // Later fragments carry no ports; the lab does not send them through the model.
         if version_ihl >> 4 != 4 || header < 20 || protocol != UDP || (frag_high & 0x1f) | frag_low != 0 {

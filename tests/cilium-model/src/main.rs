@@ -6,7 +6,11 @@
 #![no_main]
 // For the atomic addition only.
 #![feature(asm_experimental_arch)]
-#![expect(missing_docs, unreachable_pub, reason = "a program, not a library: nothing uses its items from outside")]
+#![expect(
+    missing_docs,
+    unreachable_pub,
+    reason = "a program, not a library: nothing uses its items from outside"
+)]
 
 mod abi;
 mod conntrack;
@@ -69,10 +73,12 @@ fn from_container<F: Family>(ctx: &TcContext, settings: &Settings) -> i32 {
     }
     let length = u64::from(ctx.len());
     let mut rev_nat_index = [0; 2];
-    let service = service::lookup::<F>(settings, &scratch.packet.destination, scratch.packet.destination_port);
+    let service =
+        service::lookup::<F>(settings, &scratch.packet.destination, scratch.packet.destination_port);
     if let Some((service, protocol)) = service {
         count(Stat::ToService);
-        let Some((address, port)) = service::balance::<F>(scratch, settings, service, protocol, length) else {
+        let Some((address, port)) = service::balance::<F>(scratch, settings, service, protocol, length)
+        else {
             count(Stat::DropNoService);
             return TC_ACT_SHOT;
         };

@@ -5,8 +5,8 @@ use aya_ebpf::{
     maps::{Array, HashMap, LruHashMap, PerCpuArray},
 };
 use coil_guard_common::cilium::{
-    Affinity, AffinityKey4, AffinityKey6, AffinityMatchKey, Backend4, Backend6, CtEntry, CtKey4, CtKey6, ReverseNat4,
-    ReverseNat6, Service, ServiceKey4, ServiceKey6,
+    Affinity, AffinityKey4, AffinityKey6, AffinityMatchKey, Backend4, Backend6, CtEntry, CtKey4, CtKey6,
+    ReverseNat4, ReverseNat6, Service, ServiceKey4, ServiceKey6,
 };
 
 use crate::{

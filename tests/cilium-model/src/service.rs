@@ -1,7 +1,9 @@
 //! Service lookup and backend selection, per packet.
 
 use aya_ebpf::{bindings::BPF_ANY, helpers::generated::bpf_get_prandom_u32};
-use coil_guard_common::cilium::{Affinity, AffinityMatchKey, CT_SERVICE, CtEntry, SERVICE_FLAG_AFFINITY, Service};
+use coil_guard_common::cilium::{
+    Affinity, AffinityMatchKey, CT_SERVICE, CtEntry, SERVICE_FLAG_AFFINITY, Service,
+};
 
 use crate::{
     abi::{Settings, Stat},
@@ -13,7 +15,11 @@ use crate::{
 
 /// Keys have protocol 17 from 1.17 on; protocol 0 (any) is looked up there too.
 #[inline(always)]
-pub fn lookup<F: Family>(settings: &Settings, address: &F::Address, port: [u8; 2]) -> Option<(&'static Service, u8)> {
+pub fn lookup<F: Family>(
+    settings: &Settings,
+    address: &F::Address,
+    port: [u8; 2],
+) -> Option<(&'static Service, u8)> {
     if settings.minor >= 17
         && let Some(service) = F::service(address, port, 0, UDP)
     {
@@ -81,7 +87,8 @@ fn established<F: Family>(
     entry: *mut CtEntry,
 ) -> Option<(u32, (&'static F::Address, [u8; 2]))> {
     // SAFETY: a live map value.
-    let (id, rev_nat_index) = unsafe { ((&raw const (*entry).backend_id).read_volatile() as u32, (*entry).rev_nat_index) };
+    let (id, rev_nat_index) =
+        unsafe { ((&raw const (*entry).backend_id).read_volatile() as u32, (*entry).rev_nat_index) };
     let other_service = rev_nat_index != service.rev_nat_index;
     if !other_service && let Some(backend) = F::backend(id) {
         return Some((id, backend));

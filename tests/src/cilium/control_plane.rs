@@ -8,8 +8,8 @@ use std::{net::IpAddr, time::Duration};
 
 use anyhow::{Context as _, Result};
 use coil_guard_common::cilium::{
-    AFFINITY_MATCH, AffinityMatchKey, Backend4, Backend6, ReverseNat4, ReverseNat6, SERVICE_FLAG_AFFINITY, Service,
-    ServiceKey4, ServiceKey6,
+    AFFINITY_MATCH, AffinityMatchKey, Backend4, Backend6, ReverseNat4, ReverseNat6, SERVICE_FLAG_AFFINITY,
+    Service, ServiceKey4, ServiceKey6,
 };
 
 use super::{
@@ -248,8 +248,12 @@ impl ControlPlane {
         let reverse = maps.get(plan.family().reverse_nat())?;
         let (index, port) = (plan.rev_nat.to_be_bytes(), plan.port.to_be_bytes());
         match plan.address {
-            IpAddr::V4(address) => reverse.insert(&index, &ReverseNat4 { address: address.octets(), port })?,
-            IpAddr::V6(address) => reverse.insert(&index, &ReverseNat6 { address: address.octets(), port })?,
+            IpAddr::V4(address) => {
+                reverse.insert(&index, &ReverseNat4 { address: address.octets(), port })?
+            }
+            IpAddr::V6(address) => {
+                reverse.insert(&index, &ReverseNat6 { address: address.octets(), port })?
+            }
         }
         let value = Service {
             word: plan.affinity.map_or(0, |timeout| timeout.as_secs() as u32),
@@ -278,7 +282,9 @@ impl ControlPlane {
                 BackendState::Active => true,
                 // From 1.19 on the agent steps over these before it comes to the match.
                 BackendState::Maintenance => continue,
-                BackendState::Terminating | BackendState::Quarantined => plan.match_policy == MatchPolicy::Kept,
+                BackendState::Terminating | BackendState::Quarantined => {
+                    plan.match_policy == MatchPolicy::Kept
+                }
             };
             if keep {
                 map.insert(&plan.match_key(backend.id), &0u8)?;
@@ -328,7 +334,8 @@ impl ControlPlane {
     fn slots(&self, plan: &ServicePlan) -> (Vec<u32>, Vec<u32>) {
         let in_state = |state| plan.backends.iter().filter(move |b| b.state == state).map(|b| b.id);
         let active: Vec<_> = in_state(BackendState::Active).collect();
-        let leaving: Vec<_> = in_state(BackendState::Terminating).chain(in_state(BackendState::Quarantined)).collect();
+        let leaving: Vec<_> =
+            in_state(BackendState::Terminating).chain(in_state(BackendState::Quarantined)).collect();
         if active.is_empty() {
             // Better a pod that terminates than none.
             let terminating: Vec<_> = in_state(BackendState::Terminating).collect();
@@ -344,11 +351,17 @@ impl ControlPlane {
         match backend.address {
             IpAddr::V4(address) => {
                 let address = address.octets();
-                map.insert(&backend.id, &Backend4 { address, port, proto, state, cluster_id: 0, zone: 0, pad: 0 })
+                map.insert(
+                    &backend.id,
+                    &Backend4 { address, port, proto, state, cluster_id: 0, zone: 0, pad: 0 },
+                )
             }
             IpAddr::V6(address) => {
                 let address = address.octets();
-                map.insert(&backend.id, &Backend6 { address, port, proto, state, cluster_id: 0, zone: 0, pad: 0 })
+                map.insert(
+                    &backend.id,
+                    &Backend6 { address, port, proto, state, cluster_id: 0, zone: 0, pad: 0 },
+                )
             }
         }
     }

@@ -7,7 +7,9 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use coil_guard_common::cilium::{AFFINITY_MATCH, CtEntry, MAPS4, MAPS6, MapNames, REVERSE_NAT4, REVERSE_NAT6};
+use coil_guard_common::cilium::{
+    AFFINITY_MATCH, CtEntry, MAPS4, MAPS6, MapNames, REVERSE_NAT4, REVERSE_NAT6,
+};
 use zerocopy::FromBytes as _;
 
 use super::{
@@ -321,7 +323,8 @@ impl Dump {
     #[must_use]
     pub fn changes(&self, later: &Self) -> Vec<Change> {
         let empty = Elements::new();
-        let names: std::collections::BTreeSet<_> = self.maps.keys().chain(later.maps.keys()).copied().collect();
+        let names: std::collections::BTreeSet<_> =
+            self.maps.keys().chain(later.maps.keys()).copied().collect();
         let mut changes = Vec::new();
         for map in names {
             let before = self.maps.get(map).unwrap_or(&empty);

@@ -15,7 +15,11 @@ use aya::{
 use super::{maps::CiliumMaps, version::CiliumVersion};
 
 mod abi {
-    #![expect(unreachable_pub, dead_code, reason = "shared with the program, where it is a module of the crate")]
+    #![expect(
+        unreachable_pub,
+        dead_code,
+        reason = "shared with the program, where it is a module of the crate"
+    )]
     include!("../../cilium-model/src/abi.rs");
 }
 pub use abi::{Settings, Stat};
@@ -108,9 +112,11 @@ impl Model {
         for (name, hook) in [(FROM_CONTAINER, TcAttachType::Ingress), (TO_CONTAINER, TcAttachType::Egress)] {
             let options = match kind {
                 AttachKind::Tcx => TcAttachOptions::TcxOrder(LinkOrder::last()),
-                AttachKind::Clsact => {
-                    TcAttachOptions::Netlink(NlOptions { priority: 1, handle: 1.into(), ..NlOptions::default() })
-                }
+                AttachKind::Clsact => TcAttachOptions::Netlink(NlOptions {
+                    priority: 1,
+                    handle: 1.into(),
+                    ..NlOptions::default()
+                }),
             };
             let link = program(&mut self.ebpf, name)?
                 .attach_with_options(device, hook, options)
@@ -203,7 +209,9 @@ impl Model {
 
 fn load(maps: &CiliumMaps) -> Result<Ebpf> {
     if OBJECT.is_empty() {
-        bail!("the model of Cilium was built without an eBPF toolchain: run `cargo xtask setup`, then build again");
+        bail!(
+            "the model of Cilium was built without an eBPF toolchain: run `cargo xtask setup`, then build again"
+        );
     }
     let names: Vec<_> = maps.names().collect();
     let mut loader = EbpfLoader::new();
@@ -225,7 +233,16 @@ fn program<'a>(ebpf: &'a mut Ebpf, name: &str) -> Result<&'a mut SchedClassifier
 }
 
 fn write_settings(ebpf: &mut Ebpf, settings: Settings) -> Result<()> {
-    let Settings { minor, lifetime, identity, remote_identity, pick, default_deny, early_count_check, reserved } = settings;
+    let Settings {
+        minor,
+        lifetime,
+        identity,
+        remote_identity,
+        pick,
+        default_deny,
+        early_count_check,
+        reserved,
+    } = settings;
     let words = [minor, lifetime, identity, remote_identity, pick, default_deny, early_count_check, reserved];
     let map = ebpf.map_mut("MODEL_SETTINGS").context("the model has no settings")?;
     Array::<&mut MapData, [u32; 8]>::try_from(map)?.set(0, words, 0)?;

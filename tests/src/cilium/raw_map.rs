@@ -120,7 +120,8 @@ impl RawMap {
             (16, &shape.flags.to_ne_bytes()),
             (28, kernel_name),
         ]);
-        let fd = bpf(MAP_CREATE, &mut attr).with_context(|| format!("cannot create map {name} as {shape:?}"))?;
+        let fd =
+            bpf(MAP_CREATE, &mut attr).with_context(|| format!("cannot create map {name} as {shape:?}"))?;
         // SAFETY: the kernel just returned it.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         Ok(Self { fd, name: name.to_owned(), shape })
@@ -133,8 +134,10 @@ impl RawMap {
     /// When the kernel refuses: no bpffs at `path`, or something is pinned there.
     pub fn pin(&self, path: &Path) -> Result<()> {
         let path_c = CString::new(path.as_os_str().as_bytes())?;
-        let mut attr = Attr::new(&[(0, &address(path_c.as_bytes_with_nul())), (8, &self.fd.as_raw_fd().to_ne_bytes())]);
-        bpf(OBJ_PIN, &mut attr).with_context(|| format!("cannot pin map {} at {}", self.name, path.display()))?;
+        let mut attr =
+            Attr::new(&[(0, &address(path_c.as_bytes_with_nul())), (8, &self.fd.as_raw_fd().to_ne_bytes())]);
+        bpf(OBJ_PIN, &mut attr)
+            .with_context(|| format!("cannot pin map {} at {}", self.name, path.display()))?;
         Ok(())
     }
 
@@ -244,7 +247,11 @@ impl RawMap {
     /// # Errors
     ///
     /// On types of other sizes than the map's, or when the kernel refuses.
-    pub fn insert<K: IntoBytes + Immutable, V: IntoBytes + Immutable>(&self, key: &K, value: &V) -> Result<()> {
+    pub fn insert<K: IntoBytes + Immutable, V: IntoBytes + Immutable>(
+        &self,
+        key: &K,
+        value: &V,
+    ) -> Result<()> {
         self.update_bytes(key.as_bytes(), value.as_bytes(), Expect::Any).map(drop)
     }
 
@@ -297,7 +304,11 @@ impl RawMap {
     }
 
     fn check(&self, what: &str, found: usize, expected: u32) -> Result<()> {
-        ensure!(found == expected as usize, "map {} has a {what} of {expected} bytes, not {found}", self.name);
+        ensure!(
+            found == expected as usize,
+            "map {} has a {what} of {expected} bytes, not {found}",
+            self.name
+        );
         Ok(())
     }
 }

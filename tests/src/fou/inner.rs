@@ -138,7 +138,11 @@ impl InnerPacket {
     /// A UDP datagram.
     #[must_use]
     pub fn udp(source: (IpAddr, u16), destination: (IpAddr, u16)) -> Self {
-        Self::new(source.0, destination.0, Inner::Udp { source_port: source.1, destination_port: destination.1 })
+        Self::new(
+            source.0,
+            destination.0,
+            Inner::Udp { source_port: source.1, destination_port: destination.1 },
+        )
     }
 
     /// With padding.
@@ -157,12 +161,9 @@ impl InnerPacket {
     #[must_use]
     pub fn reversed(&self) -> Self {
         let payload = match self.payload.clone() {
-            Inner::Tcp { source_port, destination_port, flags, sequence } => Inner::Tcp {
-                source_port: destination_port,
-                destination_port: source_port,
-                flags,
-                sequence,
-            },
+            Inner::Tcp { source_port, destination_port, flags, sequence } => {
+                Inner::Tcp { source_port: destination_port, destination_port: source_port, flags, sequence }
+            }
             Inner::Udp { source_port, destination_port } => {
                 Inner::Udp { source_port: destination_port, destination_port: source_port }
             }
@@ -200,7 +201,8 @@ impl InnerPacket {
         }
         match (self.source, self.destination) {
             (IpAddr::V4(source), IpAddr::V4(destination)) => {
-                let fragment = self.fragment.unwrap_or(Fragment { identification: 0, offset: 0, more: false });
+                let fragment =
+                    self.fragment.unwrap_or(Fragment { identification: 0, offset: 0, more: false });
                 let mut packet = vec![0x45, 0];
                 packet.extend((20 + length).to_be_bytes());
                 packet.extend((fragment.identification as u16).to_be_bytes());
@@ -221,7 +223,9 @@ impl InnerPacket {
                     header
                 });
                 let mut packet = vec![0x60, 0, 0, 0];
-                packet.extend((length + extension.as_ref().map_or(0, |header| header.len() as u16)).to_be_bytes());
+                packet.extend(
+                    (length + extension.as_ref().map_or(0, |header| header.len() as u16)).to_be_bytes(),
+                );
                 packet.extend([if extension.is_some() { 44 } else { protocol }, 64]);
                 packet.extend(source.octets());
                 packet.extend(destination.octets());
@@ -235,7 +239,8 @@ impl InnerPacket {
 
     /// Protocol, header and offset of the checksum in it.
     fn transport_header(&self, is_v4: bool) -> (u8, Vec<u8>, Option<usize>) {
-        let ports = |source: u16, destination: u16| [source.to_be_bytes(), destination.to_be_bytes()].concat();
+        let ports =
+            |source: u16, destination: u16| [source.to_be_bytes(), destination.to_be_bytes()].concat();
         let icmp = if is_v4 { 1 } else { 58 };
         match &self.payload {
             Inner::Tcp { source_port, destination_port, flags, sequence } => {

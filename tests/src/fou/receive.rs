@@ -130,7 +130,10 @@ impl Receiver {
         self.stop = None;
         let Some(thread) = self.thread.take() else { return Ok(()) };
         let dropped = thread.join().map_err(|_| anyhow!("a receiver panicked"))??;
-        anyhow::ensure!(dropped == 0, "a receiver was too slow: the kernel dropped {dropped} packets before it read them");
+        anyhow::ensure!(
+            dropped == 0,
+            "a receiver was too slow: the kernel dropped {dropped} packets before it read them"
+        );
         Ok(())
     }
 }
@@ -219,7 +222,11 @@ impl Worker {
         let outer = Outer {
             source: (own.0, source_port),
             destination: (client.0, destination_port),
-            checksum: if view.checksum == ChecksumState::Zero { ChecksumKind::Zero } else { ChecksumKind::Correct },
+            checksum: if view.checksum == ChecksumState::Zero {
+                ChecksumKind::Zero
+            } else {
+                ChecksumKind::Correct
+            },
             destination_options: view.extension_headers,
         };
         let mut inner = view.payload.to_vec();
@@ -230,12 +237,15 @@ impl Worker {
         let answer = frame(*to, *from, &outer.packet(&inner));
         loop {
             // SAFETY: reads `answer` only.
-            let sent = unsafe { libc::send(self.socket.as_raw_fd(), answer.as_ptr().cast(), answer.len(), 0) };
+            let sent =
+                unsafe { libc::send(self.socket.as_raw_fd(), answer.as_ptr().cast(), answer.len(), 0) };
             match check(sent as i32) {
                 Ok(_) => return Ok(()),
                 Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => std::thread::yield_now(),
                 // The pod's device went down while it answered.
-                Err(error) if matches!(error.raw_os_error(), Some(libc::ENETDOWN | libc::ENXIO)) => return Ok(()),
+                Err(error) if matches!(error.raw_os_error(), Some(libc::ENETDOWN | libc::ENXIO)) => {
+                    return Ok(());
+                }
                 Err(error) => return Err(error).context("cannot answer"),
             }
         }
@@ -270,7 +280,11 @@ struct Batch {
 
 impl Batch {
     fn new() -> Self {
-        Self { frames: vec![[0; FRAME]; BATCH], controls: vec![[0; 8]; BATCH], lengths: vec![(0, false); BATCH] }
+        Self {
+            frames: vec![[0; FRAME]; BATCH],
+            controls: vec![[0; 8]; BATCH],
+            lengths: vec![(0, false); BATCH],
+        }
     }
 
     /// Number of frames that were waiting.
@@ -328,7 +342,10 @@ fn checksum_pending(header: &libc::msghdr) -> bool {
     // SAFETY: the kernel filled in the header and the control buffer behind it.
     unsafe {
         let control = libc::CMSG_FIRSTHDR(header);
-        if control.is_null() || (*control).cmsg_level != libc::SOL_PACKET || (*control).cmsg_type != PACKET_AUXDATA {
+        if control.is_null()
+            || (*control).cmsg_level != libc::SOL_PACKET
+            || (*control).cmsg_type != PACKET_AUXDATA
+        {
             return false;
         }
         libc::CMSG_DATA(control).cast::<u32>().read_unaligned() & CHECKSUM_NOT_READY != 0

@@ -42,16 +42,23 @@ impl StreamReport {
     /// Numbers of the packets that arrived at a backend.
     #[must_use]
     pub fn arrived_at(&self, backend: usize) -> Vec<u64> {
-        let there = |records: &Vec<&Record>| records.iter().any(|record| record.place == Place::Backend(backend));
-        self.arrivals().into_iter().filter(|(_, records)| there(records)).map(|(sequence, _)| sequence).collect()
+        let there =
+            |records: &Vec<&Record>| records.iter().any(|record| record.place == Place::Backend(backend));
+        self.arrivals()
+            .into_iter()
+            .filter(|(_, records)| there(records))
+            .map(|(sequence, _)| sequence)
+            .collect()
     }
 
     /// The backend of a packet; `None` when it was lost. Of a duplicate the first.
     #[must_use]
     pub fn backend_of(&self, sequence: u64) -> Option<usize> {
-        self.arrivals().get(&sequence).and_then(|records| records.first()).and_then(|record| match record.place {
-            Place::Backend(index) => Some(index),
-            _ => None,
+        self.arrivals().get(&sequence).and_then(|records| records.first()).and_then(|record| {
+            match record.place {
+                Place::Backend(index) => Some(index),
+                _ => None,
+            }
         })
     }
 
@@ -77,7 +84,11 @@ impl StreamReport {
     /// Numbers of the packets that arrived more than once, anywhere.
     #[must_use]
     pub fn duplicated(&self) -> Vec<u64> {
-        self.arrivals().into_iter().filter(|(_, records)| records.len() > 1).map(|(sequence, _)| sequence).collect()
+        self.arrivals()
+            .into_iter()
+            .filter(|(_, records)| records.len() > 1)
+            .map(|(sequence, _)| sequence)
+            .collect()
     }
 
     /// Numbers of the packets that got no reply.
@@ -104,7 +115,13 @@ impl StreamReport {
     /// When one did not; says which.
     pub fn ensure_exactly_once(&self) -> Result<()> {
         let (lost, duplicated) = (self.lost(), self.duplicated());
-        ensure!(lost.is_empty(), "{} of {} packets lost, first {:?}\n{self:?}", lost.len(), self.sent.len(), lost.first());
+        ensure!(
+            lost.is_empty(),
+            "{} of {} packets lost, first {:?}\n{self:?}",
+            lost.len(),
+            self.sent.len(),
+            lost.first()
+        );
         ensure!(duplicated.is_empty(), "packets {duplicated:?} arrived more than once\n{self:?}");
         let wrong = self.records.iter().find(|record| record.checksum == ChecksumState::Wrong);
         ensure!(wrong.is_none(), "a packet has a wrong checksum: {wrong:?}");
@@ -118,7 +135,12 @@ impl StreamReport {
     /// When not; says which.
     pub fn ensure_answered_by(&self, source: (IpAddr, u16)) -> Result<()> {
         let unanswered = self.unanswered();
-        ensure!(unanswered.is_empty(), "{} packets got no reply, first {:?}\n{self:?}", unanswered.len(), unanswered.first());
+        ensure!(
+            unanswered.is_empty(),
+            "{} packets got no reply, first {:?}\n{self:?}",
+            unanswered.len(),
+            unanswered.first()
+        );
         let sources = self.reply_sources();
         let expected = BTreeMap::from([(source, self.sent.len() as u64)]);
         ensure!(sources == expected, "replies came from {sources:?}, not {expected:?}");

@@ -91,7 +91,10 @@ impl UdpSender {
     ///
     /// When the kernel refuses, or a wrong checksum is asked for.
     pub fn open(pod: &Pod, source: (IpAddr, u16), checksum: ChecksumKind) -> Result<Self> {
-        anyhow::ensure!(checksum != ChecksumKind::Wrong, "a UDP socket cannot send wrong checksums: send frames");
+        anyhow::ensure!(
+            checksum != ChecksumKind::Wrong,
+            "a UDP socket cannot send wrong checksums: send frames"
+        );
         pod.namespace.run(|| {
             let socket = udp_sink(SocketAddr::from(source))?;
             if checksum == ChecksumKind::Zero {

@@ -40,11 +40,13 @@ pub(super) fn packet_socket(device: &str) -> Result<OwnedFd> {
     const PACKET_IGNORE_OUTGOING: i32 = 23;
     /// A limit, not an allocation: enough for some 100,000 small packets of a test that outruns its receiver.
     const BUFFER: i32 = 128 << 20;
-    let index = nix::net::if_::if_nametoindex(device).with_context(|| format!("there is no device {device}"))?;
+    let index =
+        nix::net::if_::if_nametoindex(device).with_context(|| format!("there is no device {device}"))?;
     // Without a protocol nothing is delivered yet.
     let socket = socket(libc::AF_PACKET, libc::SOCK_RAW, 0).context("cannot open a packet socket")?;
     let fd = socket.as_fd();
-    set_option(fd, libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, &BUFFER).context("cannot enlarge a receive buffer")?;
+    set_option(fd, libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, &BUFFER)
+        .context("cannot enlarge a receive buffer")?;
     set_option(fd, libc::SOL_PACKET, PACKET_AUXDATA, &1i32).context("cannot ask for checksum states")?;
     set_option(fd, libc::SOL_PACKET, PACKET_IGNORE_OUTGOING, &1i32).context("cannot ignore sent packets")?;
     // SAFETY: all zeros are a valid address.

@@ -78,7 +78,14 @@ impl Stream {
         };
         let number = log.new_stream();
         let (stop, sent) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
-        let run = Run { number, spec, sender, log: Arc::clone(log), stop: Arc::clone(&stop), sent: Arc::clone(&sent) };
+        let run = Run {
+            number,
+            spec,
+            sender,
+            log: Arc::clone(log),
+            stop: Arc::clone(&stop),
+            sent: Arc::clone(&sent),
+        };
         let thread = std::thread::Builder::new().name(format!("stream {number}")).spawn(move || run.run())?;
         Ok(Self { number, log: Arc::clone(log), stop, sent, thread: Some(thread) })
     }
@@ -108,7 +115,12 @@ impl Stream {
     /// When they have not within `patience`.
     pub fn wait_arrived(&self, count: u64, patience: Duration) -> Result<()> {
         let done = self.log.wait(patience, |state| arrivals(state, self.number) >= count);
-        ensure!(done, "{} of stream {} have arrived after {patience:?}, not {count}", self.arrived(), self.number);
+        ensure!(
+            done,
+            "{} of stream {} have arrived after {patience:?}, not {count}",
+            self.arrived(),
+            self.number
+        );
         Ok(())
     }
 
@@ -130,7 +142,9 @@ impl Stream {
             let all = self.log.wait(Duration::from_millis(20), |state| {
                 state.streams.get(&self.number).is_some_and(|stream| complete(stream, sent.len() as u64))
             });
-            let seen = self.log.with(|state| state.streams.get(&self.number).map_or(0, |stream| stream.records.len()));
+            let seen = self
+                .log
+                .with(|state| state.streams.get(&self.number).map_or(0, |stream| stream.records.len()));
             if seen != last.1 {
                 last = (Instant::now(), seen);
             }
@@ -160,11 +174,15 @@ fn arrivals(state: &LogState, stream: u32) -> u64 {
 fn complete(stream: &StreamLog, sent: u64) -> bool {
     let distinct = |at_backends| {
         let there = |record: &&Record| matches!(record.place, Place::Backend(_)) == at_backends;
-        let tags = stream.records.iter().filter(|record| !matches!(record.place, Place::Tap(_))).filter(there);
+        let tags =
+            stream.records.iter().filter(|record| !matches!(record.place, Place::Tap(_))).filter(there);
         tags.filter_map(|record| record.tag).collect::<BTreeSet<_>>().len() as u64
     };
     // The cheap half first: it is asked after every arrival.
-    stream.at_backends >= sent && stream.at_clients >= sent && distinct(true) == sent && distinct(false) == sent
+    stream.at_backends >= sent
+        && stream.at_clients >= sent
+        && distinct(true) == sent
+        && distinct(false) == sent
 }
 
 enum Sender {
@@ -186,10 +204,15 @@ impl Run {
     fn run(self) -> Result<Vec<u64>> {
         let mut times = Vec::new();
         let start = Instant::now();
-        while !self.stop.load(Ordering::Relaxed) && self.spec.count.is_none_or(|count| (times.len() as u64) < count) {
+        while !self.stop.load(Ordering::Relaxed)
+            && self.spec.count.is_none_or(|count| (times.len() as u64) < count)
+        {
             let sequence = times.len() as u64;
             if let Some(interval) = self.spec.interval {
-                pause_until(start + interval.saturating_mul(u32::try_from(sequence).unwrap_or(u32::MAX)), &self.stop);
+                pause_until(
+                    start + interval.saturating_mul(u32::try_from(sequence).unwrap_or(u32::MAX)),
+                    &self.stop,
+                );
             }
             // Counting takes a lock, so not for every packet.
             if sequence >= self.spec.window && sequence % (self.spec.window / 4).max(1) == 0 {

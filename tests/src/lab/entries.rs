@@ -60,7 +60,10 @@ impl Lab {
     /// The outer flow of a client port to the Egress's service.
     #[must_use]
     pub fn flow(&self, client: usize, family: IpFamily, client_port: u16) -> FlowTuple {
-        FlowTuple { client: (self.client(client).address(family), client_port), destination: self.service(family) }
+        FlowTuple {
+            client: (self.client(client).address(family), client_port),
+            destination: self.service(family),
+        }
     }
 
     /// The service entry of a client port, if there is one.
@@ -68,7 +71,12 @@ impl Lab {
     /// # Errors
     ///
     /// When the map refuses.
-    pub fn service_entry(&self, client: usize, family: IpFamily, client_port: u16) -> Result<Option<CtEntry>> {
+    pub fn service_entry(
+        &self,
+        client: usize,
+        family: IpFamily,
+        client_port: u16,
+    ) -> Result<Option<CtEntry>> {
         self.entry(family, &self.flow(client, family, client_port).service_key()?)
     }
 
@@ -139,10 +147,15 @@ impl Lab {
         let rev_nat_index = self.control.service(self.service_id(family)).rev_nat.to_be_bytes();
         let map: &RawMap = self.maps.get(family.names().affinity)?;
         match self.client(client).address(family) {
-            IpAddr::V4(address) => {
-                map.lookup(&AffinityKey4 { client: address.octets(), pad0: [0; 4], rev_nat_index, pad: [0; 6] })
+            IpAddr::V4(address) => map.lookup(&AffinityKey4 {
+                client: address.octets(),
+                pad0: [0; 4],
+                rev_nat_index,
+                pad: [0; 6],
+            }),
+            IpAddr::V6(address) => {
+                map.lookup(&AffinityKey6 { client: address.octets(), rev_nat_index, pad: [0; 6] })
             }
-            IpAddr::V6(address) => map.lookup(&AffinityKey6 { client: address.octets(), rev_nat_index, pad: [0; 6] }),
         }
     }
 

@@ -166,7 +166,9 @@ impl Lab {
     ///
     /// When Cilium does not know the pod.
     pub fn plan_backend(&mut self, index: usize, state: BackendState) -> Result<()> {
-        self.known_backend(index)?.into_iter().try_for_each(|(service, id)| self.control.set_state(service, id, state))
+        self.known_backend(index)?
+            .into_iter()
+            .try_for_each(|(service, id)| self.control.set_state(service, id, state))
     }
 
     /// Removes an egress pod from every service, as when its endpoint has left the slices. Its network stays.

@@ -43,7 +43,9 @@ pub fn eventually<T, S: std::fmt::Debug>(
     loop {
         match look()? {
             Ok(found) => return Ok(found),
-            Err(seen) if Instant::now() > deadline => bail!("no {what} after {patience:?}; last seen: {seen:?}"),
+            Err(seen) if Instant::now() > deadline => {
+                bail!("no {what} after {patience:?}; last seen: {seen:?}")
+            }
             Err(_) => std::thread::sleep(Duration::from_millis(2)),
         }
     }

@@ -25,6 +25,7 @@ pub fn set_tx_checksum_offload(device: &str, on: bool) -> Result<()> {
     request.ifr_ifru.ifru_data = value.as_mut_ptr().cast();
     // SAFETY: the request points to an ethtool_value that lives until the call returns.
     let result = unsafe { libc::ioctl(any.as_raw_fd(), SIOCETHTOOL as _, &mut request) };
-    nix::errno::Errno::result(result).with_context(|| format!("cannot set tx checksum offload of {device}"))?;
+    nix::errno::Errno::result(result)
+        .with_context(|| format!("cannot set tx checksum offload of {device}"))?;
     Ok(())
 }

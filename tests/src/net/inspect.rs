@@ -56,7 +56,8 @@ fn tcx(device: &str, hook: TcAttachType) -> Result<Vec<(String, u32)>> {
     if !crate::cilium::model::kernel_has_tcx() {
         return Ok(Vec::new());
     }
-    let (_, programs) = SchedClassifier::query_tcx(device, hook).with_context(|| format!("cannot query tcx of {device}"))?;
+    let (_, programs) =
+        SchedClassifier::query_tcx(device, hook).with_context(|| format!("cannot query tcx of {device}"))?;
     Ok(programs.iter().map(|info| (info.name_as_str().unwrap_or("?").to_owned(), info.id())).collect())
 }
 
@@ -81,7 +82,8 @@ impl UdpErrors {
         let (names, values) = (udp.next().unwrap_or_default(), udp.next().unwrap_or_default());
         let v4 = |name| {
             let pair = names.split(' ').zip(values.split(' ')).find(|(n, _)| *n == name);
-            pair.and_then(|(_, value)| value.parse::<u64>().ok()).with_context(|| format!("net/snmp has no Udp {name}"))
+            pair.and_then(|(_, value)| value.parse::<u64>().ok())
+                .with_context(|| format!("net/snmp has no Udp {name}"))
         };
         let snmp6 = fs::read_to_string("/proc/thread-self/net/snmp6").unwrap_or_default();
         let v6 = |name: &str| -> u64 {

@@ -101,7 +101,8 @@ fn enter_private_node() -> Result<()> {
         error => anyhow::anyhow!("cannot make namespaces: {error}"),
     })?;
     let none: Option<&str> = None;
-    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).context("cannot make mounts private")?;
+    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)
+        .context("cannot make mounts private")?;
     mount(Some("tmpfs"), "/run", Some("tmpfs"), MsFlags::empty(), Some("mode=0755"))
         .context("cannot mount a tmpfs on /run")?;
     mount(Some("bpf"), Paths.bpffs(), Some("bpf"), MsFlags::empty(), Some("mode=0700"))

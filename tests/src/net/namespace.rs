@@ -117,7 +117,8 @@ impl Namespace {
     ///
     /// When the kernel refuses.
     pub fn enter(&self) -> Result<()> {
-        setns(&*self.file, CloneFlags::CLONE_NEWNET).with_context(|| format!("cannot enter {}", self.path.display()))
+        setns(&*self.file, CloneFlags::CLONE_NEWNET)
+            .with_context(|| format!("cannot enter {}", self.path.display()))
     }
 
     /// Removes its file, as a runtime does with a sandbox. The namespace goes when nothing in it runs any more.
@@ -126,7 +127,8 @@ impl Namespace {
     ///
     /// When the kernel refuses.
     pub fn remove_file(&self) -> Result<()> {
-        umount2(&self.path, MntFlags::MNT_DETACH).with_context(|| format!("cannot unmount {}", self.path.display()))?;
+        umount2(&self.path, MntFlags::MNT_DETACH)
+            .with_context(|| format!("cannot unmount {}", self.path.display()))?;
         fs::remove_file(&self.path).with_context(|| format!("cannot remove {}", self.path.display()))
     }
 }

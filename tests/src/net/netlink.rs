@@ -130,9 +130,7 @@ impl Netlink {
     /// When the kernel refuses.
     pub fn add_address(&self, device: &str, address: IpAddr) -> Result<()> {
         let request = self.handle.address().add(self.index(device)?, address, host_prefix(address));
-        self.runtime
-            .block_on(request.execute())
-            .with_context(|| format!("cannot add {address} to {device}"))
+        self.runtime.block_on(request.execute()).with_context(|| format!("cannot add {address} to {device}"))
     }
 
     /// Routes one address to a device.
@@ -211,7 +209,8 @@ impl Netlink {
         }
         let mut filters = self.handle.traffic_filter(self.index(device)? as i32);
         let request = if ingress { filters.get().ingress() } else { filters.get().egress() };
-        let all: Vec<TcMessage> = self.runtime.block_on(request.execute().try_collect()).context("cannot list filters")?;
+        let all: Vec<TcMessage> =
+            self.runtime.block_on(request.execute().try_collect()).context("cannot list filters")?;
         // A filter's chain is listed too, as an entry without a handle.
         Ok(all.iter().filter(|message| message.header.handle != 0.into()).filter_map(object).collect())
     }

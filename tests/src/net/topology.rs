@@ -77,7 +77,8 @@ impl Topology {
     ///
     /// When the kernel refuses.
     pub fn build(families: &[IpFamily], clients: usize, backends: usize) -> Result<Self> {
-        let mut topology = Self { families: families.to_vec(), clients: Vec::new(), backends: Vec::new(), serial: 0 };
+        let mut topology =
+            Self { families: families.to_vec(), clients: Vec::new(), backends: Vec::new(), serial: 0 };
         on_own_thread(|| {
             let netlink = Netlink::here()?;
             quiet()?;
@@ -145,7 +146,8 @@ impl Topology {
         let host_device = format!("{device_label}{index}");
         netlink.add_veth((&host_device, host_mac), (POD_DEVICE, mac), namespace.file().as_fd())?;
         netlink.up(&host_device)?;
-        let addresses: Vec<_> = self.families.iter().map(|family| pod_address(role, *family, index)).collect();
+        let addresses: Vec<_> =
+            self.families.iter().map(|family| pod_address(role, *family, index)).collect();
         namespace.run(|| {
             let netlink = Netlink::here()?;
             netlink.up(POD_DEVICE)?;
@@ -184,7 +186,9 @@ pub fn pod_address(role: PodRole, family: IpFamily, index: usize) -> IpAddr {
         (PodRole::Client, IpFamily::V4) if n < 240 => Ipv4Addr::new(10, 64, 0, 10 + n as u8).into(),
         (PodRole::Client, IpFamily::V4) => Ipv4Addr::new(10, 65, (n / 240) as u8, (n % 240 + 1) as u8).into(),
         (PodRole::Client, IpFamily::V6) => Ipv6Addr::new(0xfd00, 0x10, 0x64, 0, 0, 0, 0, 0x10 + n).into(),
-        (PodRole::Backend, IpFamily::V4) => Ipv4Addr::new(10, 64, 1 + (n / 240) as u8, (n % 240 + 1) as u8).into(),
+        (PodRole::Backend, IpFamily::V4) => {
+            Ipv4Addr::new(10, 64, 1 + (n / 240) as u8, (n % 240 + 1) as u8).into()
+        }
         (PodRole::Backend, IpFamily::V6) => Ipv6Addr::new(0xfd00, 0x10, 0x65, 0, 0, 0, 0, 1 + n).into(),
     }
 }
