@@ -5,3 +5,4 @@ pub mod fou;
 pub mod kube_api;
 pub mod lab;
 pub mod net;
+pub mod scenario;
