@@ -25,9 +25,24 @@ pub(crate) fn has_apt() -> bool {
     Path::new("/usr/bin/apt-get").exists()
 }
 
-/// Whether `program` is on the path.
+/// Whether `program` is where programs are.
 pub(crate) fn has_program(program: &str) -> bool {
-    env::var_os("PATH").is_some_and(|path| env::split_paths(&path).any(|dir| dir.join(program).is_file()))
+    find_program(program).is_some()
+}
+
+/// Where `program` is: on the path, or where a user's path does not lead.
+pub(crate) fn find_program(program: &str) -> Option<PathBuf> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let system = ["/usr/sbin", "/sbin"].map(PathBuf::from);
+    env::split_paths(&path).chain(system).map(|dir| dir.join(program)).find(|file| file.is_file())
+}
+
+/// Installs the Debian packages of those programs that are not here. A program that came by another way is as good.
+pub(crate) fn install_programs(programs: &[(&str, &str)], what_for: &str) -> Result<()> {
+    let mut packages: Vec<&str> =
+        programs.iter().filter(|(program, _)| !has_program(program)).map(|(_, package)| *package).collect();
+    packages.dedup();
+    if packages.is_empty() { Ok(()) } else { install_packages(&packages, what_for) }
 }
 
 /// Those of `packages` that are not installed.
@@ -99,7 +114,6 @@ pub(crate) fn cores() -> usize {
 
 /// Whether the processor has hardware virtualisation that a guest can use. `/dev/kvm` alone says nothing: where the
 /// processor shows neither flag, an unmodified kernel runs under it far slower than under software emulation.
-#[expect(dead_code, reason = "used by the virtual machines")]
 pub(crate) fn has_hardware_virtualisation() -> bool {
     let flags = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     Path::new("/dev/kvm").exists() && flags.split_whitespace().any(|flag| flag == "vmx" || flag == "svm")

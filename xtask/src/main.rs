@@ -6,6 +6,7 @@ mod process;
 mod programs;
 mod setup;
 mod test;
+mod vm;
 
 use std::process::ExitCode;
 
@@ -30,6 +31,8 @@ enum Verb {
     Lint,
     /// Build everything once, then run unit, lab and virtual-machine tests
     Test(test::Options),
+    /// Boot guests with Debian's kernels 6.1 and 6.12 and run tests in them, with FoU as the kernel makes it (root)
+    Vm(vm::Options),
     /// Show a flow stuck on a leaving egress pod, and the same flow with the guard (root)
     Demo(programs::Arguments),
     /// Measure the datapath, the cutover and the agent (root)
@@ -37,11 +40,15 @@ enum Verb {
 }
 
 fn main() -> ExitCode {
+    if std::process::id() == 1 && std::env::args().next().as_deref() == Some("/init") {
+        vm::guest::main();
+    }
     machine::put_cargo_bin_on_path();
     let outcome = match Cli::parse().verb {
         Verb::Setup(options) => setup::run_verb(&options),
         Verb::Lint => lint::run_verb(),
         Verb::Test(options) => test::run_verb(&options),
+        Verb::Vm(options) => vm::run_verb(&options),
         Verb::Demo(arguments) => programs::demo(&arguments),
         Verb::Bench(arguments) => programs::bench(&arguments),
     };

@@ -20,9 +20,9 @@ use anyhow::{Result, ensure};
 
 pub(crate) use self::{
     build::{Built, Group, TestBinary, build},
-    outcome::{Outcome, Status},
+    outcome::{Outcome, Status, judge, report},
 };
-use crate::{machine, setup};
+use crate::{machine, setup, vm};
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
@@ -81,7 +81,7 @@ pub(crate) fn run_verb(options: &Options) -> Result<()> {
             None => match group {
                 Group::Unit => unit::run(&run, &members)?,
                 Group::Lab => lab::run(&run, &members)?,
-                Group::Vm => Vec::new(),
+                Group::Vm => vm::run_group(&run, &members)?,
             },
         };
         results.push((group, outcomes, began.elapsed()));
@@ -115,7 +115,6 @@ fn skip_all(run: &Run, binaries: &[&TestBinary], group: Group, reason: &str) -> 
 }
 
 fn summarise(results: &[(Group, Vec<Outcome>, Duration)], took: Duration) -> Result<()> {
-    let all = || results.iter().flat_map(|(_, outcomes, _)| outcomes);
     println!("\ngroup   passed  failed  skipped     time");
     for (group, outcomes, took) in results {
         let [passed, failed, skipped] = outcome::count(outcomes);
@@ -125,15 +124,20 @@ fn summarise(results: &[(Group, Vec<Outcome>, Duration)], took: Duration) -> Res
             took.as_secs_f64()
         );
     }
-    for outcome in all() {
+    println!("total time {:.0}s", took.as_secs_f64());
+    conclude(&results.iter().flat_map(|(_, outcomes, _)| outcomes).cloned().collect::<Vec<_>>())
+}
+
+/// Names what did not pass, ends with the counts, and fails when a test did or when none ran.
+pub(crate) fn conclude(outcomes: &[Outcome]) -> Result<()> {
+    for outcome in outcomes {
         match &outcome.status {
             Status::Failed(why) => println!("failed: {} ({why})", outcome.name),
             Status::Skipped(why) => println!("skipped: {} ({why})", outcome.name),
             Status::Passed => {}
         }
     }
-    let [passed, failed, skipped] = outcome::count(all());
-    println!("total time {:.0}s", took.as_secs_f64());
+    let [passed, failed, skipped] = outcome::count(outcomes);
     println!("{passed} passed, {failed} failed, {skipped} skipped");
     ensure!(failed == 0, "{failed} tests failed");
     ensure!(passed + skipped > 0, "no test matched");

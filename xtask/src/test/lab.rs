@@ -15,7 +15,7 @@ use std::{
 
 use anyhow::{Context as _, Result};
 
-use super::{Outcome, Run, Status, TestBinary, outcome::judge};
+use super::{Outcome, Run, TestBinary, judge, report};
 
 /// Runs every wanted test, `run.jobs` at a time.
 pub(crate) fn run(run: &Run, binaries: &[&TestBinary]) -> Result<Vec<Outcome>> {
@@ -35,7 +35,11 @@ pub(crate) fn run(run: &Run, binaries: &[&TestBinary]) -> Result<Vec<Outcome>> {
             scope.spawn(|| {
                 while let Some((binary, name)) = tests.get(next.fetch_add(1, Ordering::Relaxed)) {
                     match run_one(run, binary, name) {
-                        Ok((outcome, output)) => report(&outcomes, tests.len(), outcome, &output),
+                        Ok((outcome, output)) => {
+                            let mut outcomes = lock(&outcomes);
+                            report("lab", outcomes.len() + 1, tests.len(), &outcome, &output);
+                            outcomes.push(outcome);
+                        }
                         Err(error) => *lock(&failure) = Some(error),
                     }
                 }
@@ -63,21 +67,6 @@ fn run_one(run: &Run, binary: &TestBinary, name: &str) -> Result<(Outcome, Strin
     let printed = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
     let full_name = format!("{}::{name}", binary.name);
     Ok((judge(full_name, &printed, output.status.success(), took, run.timeout), printed.into_owned()))
-}
-
-fn report(outcomes: &Mutex<Vec<Outcome>>, total: usize, outcome: Outcome, output: &str) {
-    let mut outcomes = lock(outcomes);
-    let (word, detail) = match &outcome.status {
-        Status::Passed => ("ok", String::new()),
-        Status::Skipped(why) => ("SKIPPED", format!(": {why}")),
-        Status::Failed(why) => ("FAILED", format!(": {why}")),
-    };
-    if matches!(outcome.status, Status::Failed(_)) {
-        eprintln!("---- {}\n{output}----", outcome.name);
-    }
-    let took = outcome.took.as_secs_f64();
-    eprintln!("lab: [{}/{total}] {word} {took:.1}s {}{detail}", outcomes.len() + 1, outcome.name);
-    outcomes.push(outcome);
 }
 
 /// A panic of another worker does not make what it guarded unusable here.

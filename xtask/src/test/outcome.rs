@@ -1,6 +1,6 @@
 //! What became of one test.
 
-use std::{borrow::Borrow, time::Duration};
+use std::time::Duration;
 
 /// What became of one test.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,10 +25,10 @@ pub(crate) struct Outcome {
 }
 
 /// How many passed, failed and were skipped.
-pub(crate) fn count(outcomes: impl IntoIterator<Item = impl Borrow<Outcome>>) -> [usize; 3] {
+pub(crate) fn count(outcomes: &[Outcome]) -> [usize; 3] {
     let mut counts = [0; 3];
     for outcome in outcomes {
-        let index = match outcome.borrow().status {
+        let index = match outcome.status {
             Status::Passed => 0,
             Status::Failed(_) => 1,
             Status::Skipped(_) => 2,
@@ -57,6 +57,23 @@ pub(crate) fn judge(name: String, output: &str, success: bool, took: Duration, l
         Status::Failed("ended without a result".to_owned())
     };
     Outcome { name, status, took }
+}
+
+/// Tells how a test that ran alone ended, with its output when it failed.
+pub(crate) fn report(group: &str, number: usize, total: usize, outcome: &Outcome, output: &str) {
+    let (word, detail) = match &outcome.status {
+        Status::Passed => ("ok", String::new()),
+        Status::Skipped(why) => ("SKIPPED", format!(": {why}")),
+        Status::Failed(why) => ("FAILED", format!(": {why}")),
+    };
+    if matches!(outcome.status, Status::Failed(_)) {
+        eprintln!("---- {}\n{output}----", outcome.name);
+    }
+    eprintln!(
+        "{group}: [{number}/{total}] {word} {:.1}s {}{detail}",
+        outcome.took.as_secs_f64(),
+        outcome.name
+    );
 }
 
 #[cfg(test)]

@@ -1,0 +1,129 @@
+//! The guest's root file system: programs of this machine with the libraries they load, the kernel's modules, the tests.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context as _, Result};
+
+use super::{
+    cpio::{Archive, DATA, EXECUTABLE},
+    guest::{self, Job},
+    kernel::Kernel,
+};
+use crate::{
+    machine::find_program,
+    process::{capture, run, succeeds},
+};
+
+/// Programs that tests may run, and the Debian packages that have them. busybox comes under its own name only: its applets would shadow the real ones.
+pub(crate) const PROGRAMS: [(&str, &str); 15] = [
+    ("ip", "iproute2"),
+    ("tc", "iproute2"),
+    ("bridge", "iproute2"),
+    ("ss", "iproute2"),
+    ("nstat", "iproute2"),
+    ("nft", "nftables"),
+    ("conntrack", "conntrack"),
+    ("ethtool", "ethtool"),
+    ("ping", "iputils-ping"),
+    ("iperf3", "iperf3"),
+    ("tcpdump", "tcpdump"),
+    ("sysctl", "procps"),
+    ("unshare", "util-linux"),
+    ("nsenter", "util-linux"),
+    ("busybox", "busybox"),
+];
+
+/// The part that is the same for every run on one kernel.
+pub(crate) fn base(kernel: &Kernel) -> Result<Vec<u8>> {
+    let mut archive = Archive::default();
+    for directory in ["/proc", "/sys", "/dev", "/tmp", "/run", "/etc", "/root", "/var/tmp"] {
+        archive.directory(Path::new(directory));
+    }
+    // The guest's first process has no other way to complain before it has mounted anything.
+    archive.character_device(Path::new("/dev/console"), 5, 1);
+    archive.file(Path::new("/etc/passwd"), DATA, b"root:x:0:0:root:/:/bin/sh\n");
+    archive.file(Path::new("/etc/group"), DATA, b"root:x:0:\n");
+    archive.file(Path::new("/etc/hosts"), DATA, b"127.0.0.1 localhost\n::1 localhost\n");
+    archive.file(Path::new("/etc/nsswitch.conf"), DATA, b"hosts: files\n");
+    for (program, _) in PROGRAMS {
+        let path = find(program)?;
+        archive.file(&Path::new("/usr/bin").join(program), EXECUTABLE, &read(&path)?);
+        libraries(&mut archive, &path)?;
+    }
+    let busybox = find("busybox")?;
+    archive.file(Path::new("/bin/sh"), EXECUTABLE, &read(&busybox)?);
+    let mut order = String::new();
+    for module in &kernel.modules {
+        let name = module.file_name().context("a module without a name")?;
+        let place = Path::new(guest::MODULES).join(name);
+        archive.file(&place, DATA, &read(module)?);
+        order.push_str(&format!("{}\n", place.display()));
+    }
+    archive.file(Path::new(guest::MODULE_ORDER), DATA, order.as_bytes());
+    Ok(archive.finish())
+}
+
+/// The part of one run: the tests, the agent, and this program, which is the guest's first process.
+pub(crate) fn tests(jobs: &[Job], binaries: &[(PathBuf, String)], scratch: &Path) -> Result<Vec<u8>> {
+    let mut archive = Archive::default();
+    let init = env::current_exe().context("cannot tell where this program is")?;
+    let stripped = strip(&init, scratch)?;
+    archive.file(Path::new("/init"), EXECUTABLE, &read(&stripped)?);
+    libraries(&mut archive, &init)?;
+    for (path, name) in binaries {
+        let stripped = strip(path, scratch)?;
+        archive.file(&Path::new(guest::BINARIES).join(name), EXECUTABLE, &read(&stripped)?);
+        libraries(&mut archive, path)?;
+    }
+    archive.file(Path::new(guest::JOBS), DATA, &serde_json::to_vec(jobs)?);
+    Ok(archive.finish())
+}
+
+/// Debug information is most of a debug build; unpacking it would cost the guest seconds.
+fn strip(binary: &Path, scratch: &Path) -> Result<PathBuf> {
+    fs::create_dir_all(scratch)?;
+    let name = binary.file_name().context("a binary without a name")?;
+    let stripped = scratch.join(name);
+    if succeeds(Command::new("strip").arg("--strip-debug").arg("-o").arg(&stripped).arg(binary)) {
+        return Ok(stripped);
+    }
+    run(Command::new("cp").arg(binary).arg(&stripped))?;
+    Ok(stripped)
+}
+
+fn libraries(archive: &mut Archive, binary: &Path) -> Result<()> {
+    // ldd fails for a static program, which needs nothing.
+    let Ok(listed) = capture(Command::new("ldd").arg(binary)) else { return Ok(()) };
+    for library in parse_ldd(&listed) {
+        archive.file(Path::new(library), EXECUTABLE, &read(Path::new(library))?);
+    }
+    Ok(())
+}
+
+fn parse_ldd(listed: &str) -> Vec<&str> {
+    listed.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/'))).collect()
+}
+
+fn find(program: &str) -> Result<PathBuf> {
+    find_program(program).with_context(|| format!("{program} is not here, and the guests need it"))
+}
+
+fn read(path: &Path) -> Result<Vec<u8>> {
+    fs::read(path).with_context(|| format!("cannot read {}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parse_ldd;
+
+    #[test]
+    fn libraries_and_the_loader_are_read_from_ldd() {
+        let listed = "\tlinux-vdso.so.1 (0x1)\n\tlibc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x2)\n\
+                      \t/lib64/ld-linux-x86-64.so.2 (0x3)\n";
+        assert_eq!(parse_ldd(listed), ["/lib/x86_64-linux-gnu/libc.so.6", "/lib64/ld-linux-x86-64.so.2"]);
+    }
+}
