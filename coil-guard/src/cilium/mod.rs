@@ -1,5 +1,13 @@
 //! Cilium's maps, opened from their pins. They are checked against the known layout and never made, resized or unpinned.
+//!
+//! * [`CiliumMaps`]: opening and checking;
+//! * [`view`]: what they hold of the guarded services.
 
 mod error;
+mod maps;
+mod view;
 
-pub use error::CiliumError;
+pub use error::{CiliumError, MapShape};
+pub use maps::{CiliumMaps, MapSpec, OpenMap, Role, SPECS4, SPECS6};
+pub(crate) use maps::{is_not_found, shape_of};
+pub use view::view;

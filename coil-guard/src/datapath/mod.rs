@@ -16,28 +16,67 @@
 //! maps and the layout directory: an off state leaves nothing but the empty pin directory, and counters start anew with the
 //! next guarded Egress.
 
+mod attach;
+mod cleanup;
+mod diff;
 mod error;
+mod events;
+mod layout;
+mod mailbox;
+mod namespaces;
+mod netlink;
 mod options;
+mod pods;
+mod program;
+mod records;
 mod report;
 mod snapshot;
+mod sys;
+mod tables;
+mod worker;
 
-use std::{collections::BTreeMap, net::IpAddr, path::PathBuf};
+use std::{
+    collections::BTreeMap,
+    net::IpAddr,
+    path::PathBuf,
+    sync::Arc,
+    thread::{self, JoinHandle},
+};
 
+pub use cleanup::{Cleanup, cleanup};
 pub use error::DatapathError;
+pub use events::Events;
 pub use options::{AttachKind, Options, Sizes};
 pub use report::{Attachment, BoundMap, FlowEvent, FlowEventKind, How, Report};
 pub use snapshot::{MarkSnapshot, PodSnapshot, ServiceSnapshot, Snapshot};
-use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
+use self::{
+    layout::{Layout, Lock, file_error},
+    mailbox::{Mailbox, Wanted},
+    tables::Tables,
+    worker::Worker,
+};
 use crate::{
-    cilium::CiliumError,
+    cilium::{CiliumError, CiliumMaps},
     clock::Monotonic,
     plan::{CiliumView, Desired, EgressName, ServiceAddress},
 };
 
-/// The datapath of this node. Only one agent at a time has it.
+/// The datapath of this node. Only one agent at a time has it. Dropping it ends the worker and leaves everything attached.
 #[derive(Debug)]
-pub struct Datapath {}
+pub struct Datapath {
+    options: Options,
+    layout: Layout,
+    mailbox: Arc<Mailbox>,
+    worker: Option<JoinHandle<()>>,
+    reports: Option<UnboundedReceiver<Report>>,
+    warnings: UnboundedSender<Report>,
+    remembered: Remembered,
+    /// Whether there was a complete plan.
+    began: bool,
+    _lock: Lock,
+}
 
 /// Outcome of [`Datapath::try_open`].
 #[derive(Debug)]
@@ -62,7 +101,7 @@ pub struct Applied {
 }
 
 /// What a mark of an earlier agent says, for a plan that starts anew: without it a deadline would start anew too.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Remembered {
     /// Marks by address.
     pub marks: BTreeMap<IpAddr, MarkSnapshot>,
@@ -85,21 +124,6 @@ pub struct Progress {
     pub settled: bool,
 }
 
-/// Events of the program.
-#[derive(Debug)]
-pub struct Events {}
-
-impl Events {
-    /// The next event. Waits while there is none, and while nothing is guarded; cancel safe.
-    ///
-    /// # Errors
-    ///
-    /// When the ring cannot be opened or waited for.
-    pub async fn next(&mut self) -> Result<FlowEvent, DatapathError> {
-        todo!()
-    }
-}
-
 impl Datapath {
     /// Takes the pin directory (making it if needed), reopens what is pinned, starts the worker.
     ///
@@ -109,14 +133,45 @@ impl Datapath {
     ///
     /// When the directory cannot be made, is not on a bpffs, or holds maps that are not of this layout.
     pub fn try_open(options: &Options) -> Result<Opened, DatapathError> {
-        let _ = options;
-        todo!()
+        let Some(lock) = layout::lock(&options.pin_directory)? else {
+            return Ok(Opened::Busy(options.pin_directory.clone()));
+        };
+        if !program::is_built_in() {
+            return Err(DatapathError::NoProgram);
+        }
+        let layout = Layout::new(&options.pin_directory);
+        let (warnings, reports) = unbounded_channel();
+        let mut tables = None;
+        let mut remembered = Remembered::default();
+        if layout.directory().exists() {
+            let (opened, notes) = Tables::open(&layout, &options.sizes)?;
+            notes.into_iter().for_each(|note| drop(warnings.send(Report::Warning(note))));
+            remembered = opened.remembered();
+            tables = Some(opened);
+        }
+        let mailbox = Arc::new(Mailbox::new(tables)?);
+        let worker = Worker::new(Arc::clone(&mailbox), options.clone(), warnings.clone());
+        let worker = thread::Builder::new()
+            .name("datapath".to_owned())
+            .spawn(move || worker.run())
+            .map_err(file_error("start", "the datapath thread".as_ref()))?;
+        Ok(Opened::Datapath(Self {
+            options: options.clone(),
+            layout,
+            mailbox,
+            worker: Some(worker),
+            reports: Some(reports),
+            warnings,
+            remembered,
+            began: false,
+            _lock: lock,
+        }))
     }
 
     /// What an earlier agent left pinned, as found by `try_open`.
     #[must_use]
     pub fn remembered(&self) -> &Remembered {
-        todo!()
+        &self.remembered
     }
 
     /// Makes the datapath as desired. Cheap when little has changed.
@@ -124,8 +179,33 @@ impl Datapath {
     /// Nothing at all is done before the first complete plan: what an earlier agent pinned stays as it is. Later,
     /// differences are always written, and marks, heartbeat and expiry renewed while the plan is complete.
     pub fn apply(&mut self, desired: &Desired, now: Monotonic) -> Applied {
-        let _ = (desired, now);
-        todo!()
+        let mut applied =
+            Applied { renew_by: now.saturating_add(diff::HEARTBEAT_RENEWAL), ..Applied::default() };
+        self.began |= desired.complete;
+        if !self.began {
+            return applied;
+        }
+        let mut tables = self.mailbox.tables();
+        if tables.is_none() && !desired.services.is_empty() {
+            match Tables::open(&self.layout, &self.options.sizes) {
+                Ok((opened, notes)) => {
+                    notes.into_iter().for_each(|note| drop(self.warnings.send(Report::Warning(note))));
+                    *tables = Some(opened);
+                    self.mailbox.maps_changed();
+                }
+                Err(error) => {
+                    applied.errors.push(error);
+                    return applied;
+                }
+            }
+        }
+        if let Some(tables) = &mut *tables {
+            applied = tables.apply(desired, now);
+        }
+        // Still under the lock: the worker must not take the tables away for a plan that this one replaces.
+        self.mailbox.put(Wanted::from(desired));
+        drop(tables);
+        applied
     }
 
     /// Takes the channel of the worker's reports.
@@ -134,26 +214,25 @@ impl Datapath {
     ///
     /// When it is taken twice.
     pub fn take_reports(&mut self) -> UnboundedReceiver<Report> {
-        todo!()
+        self.reports.take().expect("the reports are taken once")
     }
 
     /// The program's events. One reader at a time: readers share the ring.
     #[must_use]
     pub fn events(&self) -> Events {
-        todo!()
+        Events::new(self.layout.clone(), self.mailbox.epoch())
     }
 
     /// State of the worker.
     #[must_use]
     pub fn progress(&self) -> Progress {
-        todo!()
+        self.mailbox.progress()
     }
 
     /// The Egress behind an index of [`FlowEvent::egress`].
     #[must_use]
     pub fn egress_of(&self, index: u32) -> Option<EgressName> {
-        let _ = index;
-        todo!()
+        self.mailbox.tables().as_ref()?.egress_of(index)
     }
 
     /// What Cilium's maps hold of the guarded services, for dropping marks. Call it now and then (every few seconds while
@@ -163,8 +242,7 @@ impl Datapath {
     ///
     /// When Cilium's maps are missing or have another layout; then no mark may be dropped.
     pub fn cilium_view(&self, desired: &Desired) -> Result<CiliumView, CiliumError> {
-        let _ = desired;
-        todo!()
+        crate::cilium::view(CiliumMaps::open(&self.options.cilium_directory)?, desired)
     }
 
     /// Counters, marks, attachments.
@@ -173,17 +251,16 @@ impl Datapath {
     ///
     /// When a pinned map cannot be read.
     pub fn snapshot(&self) -> Result<Snapshot, DatapathError> {
-        todo!()
+        Snapshot::read(&self.options.pin_directory)
     }
 }
 
-/// Removes everything of ours from the node: programs, links, filters, qdiscs that we added, maps, directories.
-/// Gives a line for each thing removed.
-///
-/// # Errors
-///
-/// When another agent is running, or something cannot be removed; what can be is removed all the same.
-pub fn cleanup(options: &Options) -> Result<Vec<String>, DatapathError> {
-    let _ = options;
-    todo!()
+impl Drop for Datapath {
+    fn drop(&mut self) {
+        self.mailbox.stop();
+        if let Some(worker) = self.worker.take() {
+            // The lock must outlive the worker; one that panicked has said so itself.
+            let _ = worker.join();
+        }
+    }
 }

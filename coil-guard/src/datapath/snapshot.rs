@@ -2,12 +2,21 @@
 
 use std::{collections::BTreeMap, net::IpAddr, path::Path};
 
+use aya::maps::{Array, HashMap, MapData, MapError, PerCpuArray};
 use coil_guard_common::{
-    abi::{DrainStats, EgressCounters},
+    abi::{self, DrainStats, EgressCounters, maps},
     counters::Reason,
 };
+use zerocopy::{FromZeros as _, IntoBytes as _};
 
-use super::{Attachment, BoundMap, DatapathError};
+use super::{
+    Attachment, BoundMap, DatapathError,
+    layout::{Layout, map_error, open_own},
+    program::Binding,
+    records::{EGRESSES, Egresses, PODS, Pods, typed},
+    report::from_mapped,
+    tables::{mark_snapshot, service_address, service_snapshot},
+};
 use crate::{
     clock::Monotonic,
     plan::{EgressName, Keep, MarkState, Mode, PodUid, ServiceAddress},
@@ -90,7 +99,106 @@ impl Snapshot {
     ///
     /// When a pinned map cannot be opened or read.
     pub fn read(pin_directory: &Path) -> Result<Self, DatapathError> {
-        let _ = (pin_directory, Reason::ALL);
-        todo!()
+        let layout = Layout::new(pin_directory);
+        let mut snapshot = Self { time: Monotonic::now(), ..Self::default() };
+        snapshot.packets = Reason::ALL.iter().map(|reason| (reason.label(), 0)).collect();
+        if let Some(map) = open_own(&layout, maps::COUNTERS)? {
+            snapshot.packets = packets(&typed(map, maps::COUNTERS)?)?;
+        }
+        let mut names = BTreeMap::new();
+        if let Some(map) = open_own(&layout, EGRESSES)? {
+            names = Egresses::new(map)?.names().clone();
+        }
+        if let Some(map) = open_own(&layout, maps::EGRESS_COUNTERS)? {
+            let counters: PerCpuArray<_, EgressCounters> = typed(map, maps::EGRESS_COUNTERS)?;
+            for (name, index) in &names {
+                let values = counters.get(index, 0).map_err(map_error("read", maps::EGRESS_COUNTERS))?;
+                snapshot.egresses.insert(name.clone(), values.iter().fold(EgressCounters::new_zeroed(), sum));
+            }
+        }
+        if let Some(map) = open_own(&layout, maps::DRAINS)? {
+            snapshot.drains = entries::<[u8; 16], DrainStats>(map, maps::DRAINS)?
+                .into_iter()
+                .map(|(address, stats)| (from_mapped(address), stats))
+                .collect();
+        }
+        if let Some(map) = open_own(&layout, maps::GUARDED_SERVICES)? {
+            for (key, entry) in entries::<abi::ServiceKey, abi::GuardedService>(map, maps::GUARDED_SERVICES)?
+            {
+                let egress =
+                    names.iter().find(|(_, index)| **index == entry.egress).map(|(name, _)| name.clone());
+                let mut bytes = [0; 20];
+                bytes.copy_from_slice(key.as_bytes());
+                snapshot.services.extend(
+                    service_snapshot(&entry, egress).map(|service| (service_address(&bytes), service)),
+                );
+            }
+        }
+        if let Some(map) = open_own(&layout, maps::BACKEND_MARKS)? {
+            snapshot.marks = entries::<[u8; 16], abi::BackendMark>(map, maps::BACKEND_MARKS)?
+                .into_iter()
+                .filter_map(|(address, mark)| Some((from_mapped(address), mark_snapshot(&mark)?)))
+                .collect();
+        }
+        if let Some(map) = open_own(&layout, PODS)? {
+            let pods = Pods::new(map)?.load()?;
+            snapshot.pods = pods.iter().map(|(uid, attached)| (uid.clone(), attached.into())).collect();
+        }
+        if let Some(map) = open_own(&layout, maps::AGENT)? {
+            let agent: Array<_, abi::AgentState> = typed(map, maps::AGENT)?;
+            let state = agent.get(&0, 0).map_err(map_error("read", maps::AGENT))?;
+            snapshot.heartbeat_until =
+                (state.heartbeat_until != 0).then_some(Monotonic(state.heartbeat_until));
+        }
+        snapshot.bindings = Binding::pinned(&layout)?;
+        Ok(snapshot)
     }
+}
+
+/// The map may have been made by a version with fewer reasons.
+fn packets(counters: &PerCpuArray<MapData, u64>) -> Result<BTreeMap<&'static str, u64>, DatapathError> {
+    let known = counters.len();
+    Reason::ALL
+        .iter()
+        .map(|reason| {
+            let index = *reason as u32;
+            let total = if index < known {
+                let values = counters.get(&index, 0).map_err(map_error("read", maps::COUNTERS))?;
+                values.iter().fold(0, |total: u64, value| total.wrapping_add(*value))
+            } else {
+                0
+            };
+            Ok((reason.label(), total))
+        })
+        .collect()
+}
+
+fn sum(mut total: EgressCounters, one: &EgressCounters) -> EgressCounters {
+    macro_rules! add { ($($field:ident),+) => { $(total.$field = total.$field.wrapping_add(one.$field);)+ } }
+    add!(
+        packets,
+        moved,
+        created,
+        repaired,
+        drained,
+        cut,
+        no_live,
+        would_move,
+        would_drain,
+        not_drained,
+        contended,
+        rewritten
+    );
+    total
+}
+
+/// All elements. One that is deleted meanwhile makes the kernel start over, so keys are kept once.
+fn entries<K: aya::Pod, V: aya::Pod>(map: MapData, name: &'static str) -> Result<Vec<(K, V)>, DatapathError> {
+    let bound = map.info().map_err(map_error("inspect", name))?.max_entries() as usize;
+    let map: HashMap<_, K, V> = typed(map, name)?;
+    map.iter()
+        .take(bound.saturating_mul(2))
+        .filter(|entry| !matches!(entry, Err(MapError::KeyNotFound)))
+        .collect::<Result<_, _>>()
+        .map_err(map_error("read", name))
 }

@@ -1,0 +1,242 @@
+//! What Cilium's maps hold of the guarded services.
+//!
+//! Cilium's agent changes the maps while they are walked. A walk therefore errs on one side: an address that was seen at any
+//! time of the walk counts as held, which only makes a mark live longer.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+};
+
+use aya::maps::{HashMap, Map, MapData, MapError};
+use coil_guard_common::cilium::{Backend4, Backend6, PROTO_UDP, Service, ServiceKey4, ServiceKey6};
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::{CiliumError, CiliumMaps, OpenMap};
+use crate::plan::{CiliumView, Desired, MarkState, ServiceAddress};
+
+/// A service's master is read again after its slots; if it changed in between they are walked once more, so often at most.
+const WALKS: usize = 3;
+/// Slots looked at behind the last one that the master announces: versions before 1.17 do not say how many there are.
+const SLOT_BOUND: u16 = 8192;
+
+/// The open maps of one family.
+enum Family {
+    V4 { services: HashMap<MapData, [u8; 12], [u8; 12]>, backends: HashMap<MapData, u32, [u8; 12]> },
+    V6 { services: HashMap<MapData, [u8; 24], [u8; 12]>, backends: HashMap<MapData, u32, [u8; 24]> },
+}
+
+/// A service's master and where it was found.
+struct Master {
+    service: Service,
+    proto: u8,
+}
+
+/// Walks the guarded services of `desired` in Cilium's maps.
+///
+/// # Errors
+///
+/// When a map cannot be read.
+pub fn view(maps: CiliumMaps, desired: &Desired) -> Result<CiliumView, CiliumError> {
+    let mut view = CiliumView::default();
+    let mut families = families(maps)?;
+    for (v6, family) in &mut families {
+        for address in desired.services.keys().filter(|service| service.address.is_ipv6() == *v6) {
+            if let Some(backends) = family.walk(*address)? {
+                view.backends.insert(*address, backends);
+            }
+        }
+        let unplaced: Vec<_> =
+            unplaced_marks(desired, &view).into_iter().filter(|ip| ip.is_ipv6() == *v6).collect();
+        if !unplaced.is_empty() {
+            let held = family.backends_among(&unplaced)?;
+            place(desired, &held, &mut view);
+        }
+    }
+    Ok(view)
+}
+
+/// Addresses with a mark that is not READY and that is in no slot. Cilium takes a terminating backend out of the slots
+/// before it takes it out of the backends map, and flows bound to it live on until then.
+fn unplaced_marks(desired: &Desired, view: &CiliumView) -> Vec<IpAddr> {
+    let placed: BTreeSet<_> = view.backends.values().flatten().collect();
+    desired
+        .marks
+        .iter()
+        .filter(|(address, mark)| mark.state != MarkState::Ready && !placed.contains(address))
+        .map(|(address, _)| *address)
+        .collect()
+}
+
+fn place(desired: &Desired, held: &BTreeSet<IpAddr>, view: &mut CiliumView) {
+    for address in held {
+        let Some(mark) = desired.marks.get(address) else { continue };
+        for (service, guarded) in &desired.services {
+            if guarded.egress == mark.egress && service.address.is_ipv6() == address.is_ipv6() {
+                view.backends.entry(*service).or_default().insert(*address);
+            }
+        }
+    }
+}
+
+fn families(maps: CiliumMaps) -> Result<BTreeMap<bool, Family>, CiliumError> {
+    let mut families = BTreeMap::new();
+    let mut maps = maps.maps.into_iter();
+    while let (Some(conntrack), Some(services), Some(backends), Some(_affinity)) =
+        (maps.next(), maps.next(), maps.next(), maps.next())
+    {
+        let ipv6 = conntrack.spec.ipv6;
+        let family = match (typed(services, ipv6)?, typed(backends, ipv6)?) {
+            (Some(services), Some(backends)) if ipv6 => {
+                Family::V6 { services: open(services)?, backends: open(backends)? }
+            }
+            (Some(services), Some(backends)) => {
+                Family::V4 { services: open(services)?, backends: open(backends)? }
+            }
+            _ => continue,
+        };
+        families.insert(ipv6, family);
+    }
+    Ok(families)
+}
+
+type Named = (&'static str, Map);
+
+fn typed(open: OpenMap, _ipv6: bool) -> Result<Option<Named>, CiliumError> {
+    let map = open.spec.pin_name;
+    open.map
+        .map(|(data, _)| Map::from_map_data(data).map(|data| (map, data)))
+        .transpose()
+        .map_err(|source| CiliumError::Read { map, source })
+}
+
+fn open<M: TryFrom<Map, Error = MapError>>((map, data): Named) -> Result<M, CiliumError> {
+    M::try_from(data).map_err(|source| CiliumError::Read { map, source })
+}
+
+impl Family {
+    /// Backend addresses in the service's slots, or `None` if Cilium does not know the service.
+    fn walk(&self, address: ServiceAddress) -> Result<Option<BTreeSet<IpAddr>>, CiliumError> {
+        let mut seen = None;
+        for _ in 0..WALKS {
+            let Some(before) = self.master(address)? else { return Ok(seen) };
+            let seen = seen.get_or_insert_with(BTreeSet::new);
+            let announced = before.service.count.saturating_add(before.service.qcount).min(SLOT_BOUND);
+            for slot in 1..=SLOT_BOUND {
+                match self.service(address, slot, before.proto)? {
+                    Some(entry) => seen.extend(self.backend(entry.word)?),
+                    None if slot > announced => break,
+                    None => {}
+                }
+            }
+            if self.master(address)?.is_some_and(|after| after.service == before.service) {
+                break;
+            }
+        }
+        Ok(seen)
+    }
+
+    fn master(&self, address: ServiceAddress) -> Result<Option<Master>, CiliumError> {
+        for proto in [PROTO_UDP, 0] {
+            if let Some(service) = self.service(address, 0, proto)? {
+                return Ok(Some(Master { service, proto }));
+            }
+        }
+        Ok(None)
+    }
+
+    fn service(&self, address: ServiceAddress, slot: u16, proto: u8) -> Result<Option<Service>, CiliumError> {
+        let dport = address.port.to_be_bytes();
+        let value = match (self, address.address) {
+            (Self::V4 { services, .. }, IpAddr::V4(ip)) => {
+                let key = ServiceKey4 {
+                    address: ip.octets(),
+                    dport,
+                    backend_slot: slot,
+                    proto,
+                    scope: 0,
+                    pad: [0; 2],
+                };
+                lookup(services, &bytes(&key), "cilium_lb4_services_v2")?
+            }
+            (Self::V6 { services, .. }, IpAddr::V6(ip)) => {
+                let key = ServiceKey6 {
+                    address: ip.octets(),
+                    dport,
+                    backend_slot: slot,
+                    proto,
+                    scope: 0,
+                    pad: [0; 2],
+                };
+                lookup(services, &bytes(&key), "cilium_lb6_services_v2")?
+            }
+            _ => None,
+        };
+        Ok(value.and_then(|value| Service::read_from_bytes(&value).ok()))
+    }
+
+    fn backend(&self, id: u32) -> Result<Option<IpAddr>, CiliumError> {
+        Ok(match self {
+            Self::V4 { backends, .. } => {
+                lookup(backends, &id, "cilium_lb4_backends_v3")?.and_then(|v| address4(&v))
+            }
+            Self::V6 { backends, .. } => {
+                lookup(backends, &id, "cilium_lb6_backends_v3")?.and_then(|v| address6(&v))
+            }
+        })
+    }
+
+    /// Which of `addresses` are anywhere in the backends map.
+    fn backends_among(&self, addresses: &[IpAddr]) -> Result<BTreeSet<IpAddr>, CiliumError> {
+        match self {
+            Self::V4 { backends, .. } => among(backends, addresses, address4, "cilium_lb4_backends_v3"),
+            Self::V6 { backends, .. } => among(backends, addresses, address6, "cilium_lb6_backends_v3"),
+        }
+    }
+}
+
+fn bytes<const N: usize>(value: &(impl IntoBytes + zerocopy::Immutable)) -> [u8; N] {
+    let mut bytes = [0; N];
+    bytes.copy_from_slice(value.as_bytes());
+    bytes
+}
+
+fn address4(value: &[u8; 12]) -> Option<IpAddr> {
+    Backend4::read_from_bytes(value).ok().map(|backend| IpAddr::from(backend.address))
+}
+
+fn address6(value: &[u8; 24]) -> Option<IpAddr> {
+    Backend6::read_from_bytes(value).ok().map(|backend| IpAddr::from(backend.address))
+}
+
+fn lookup<K: aya::Pod, V: aya::Pod>(
+    map: &HashMap<MapData, K, V>,
+    key: &K,
+    name: &'static str,
+) -> Result<Option<V>, CiliumError> {
+    match map.get(key, 0) {
+        Ok(value) => Ok(Some(value)),
+        Err(MapError::KeyNotFound) => Ok(None),
+        Err(source) => Err(CiliumError::Read { map: name, source }),
+    }
+}
+
+/// Walks the whole map. A walk starts anew when the element it stands on is deleted, so it is bounded.
+fn among<V: aya::Pod>(
+    map: &HashMap<MapData, u32, V>,
+    addresses: &[IpAddr],
+    address: fn(&V) -> Option<IpAddr>,
+    name: &'static str,
+) -> Result<BTreeSet<IpAddr>, CiliumError> {
+    const BOUND: usize = 1 << 20;
+    let wanted: BTreeSet<_> = addresses.iter().copied().collect();
+    let mut found = BTreeSet::new();
+    for entry in map.iter().take(BOUND) {
+        let (_, value) = entry.map_err(|source| CiliumError::Read { map: name, source })?;
+        found.extend(address(&value).filter(|address| wanted.contains(address)));
+        if found.len() == wanted.len() {
+            break;
+        }
+    }
+    Ok(found)
+}

@@ -1,0 +1,223 @@
+//! What to write, as pure functions of what is there and what is wanted.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::IpAddr,
+    time::Duration,
+};
+
+use coil_guard_common::abi;
+
+use super::report::{mode_to_abi, to_mapped};
+use crate::{
+    clock::Monotonic,
+    plan::{GuardedService, Keep, Mark, MarkState, ServiceAddress},
+};
+
+/// How long a mark is to be believed without being renewed.
+pub(crate) const MARK_VALIDITY: Duration = Duration::from_secs(60);
+/// How often marks are renewed.
+pub(crate) const MARK_RENEWAL: Duration = Duration::from_secs(10);
+/// How long a heartbeat counts.
+pub(crate) const HEARTBEAT_VALIDITY: Duration = Duration::from_secs(15);
+/// How often it is sent. Two can be late before it is missed.
+pub(crate) const HEARTBEAT_RENEWAL: Duration = Duration::from_secs(5);
+/// How long a dead agent's word on what is guarded holds.
+pub(crate) const SERVICE_VALIDITY: Duration = Duration::from_secs(24 * 60 * 60);
+/// How often it is renewed.
+pub(crate) const SERVICE_RENEWAL: Duration = Duration::from_secs(60 * 60);
+
+/// Key of a mark.
+pub(crate) type MarkKey = [u8; 16];
+
+pub(crate) fn service_key(address: ServiceAddress) -> abi::ServiceKey {
+    abi::ServiceKey { address: to_mapped(address.address), port: address.port.to_be_bytes(), pad: [0; 2] }
+}
+
+/// Whether inner flows are remembered in this mode.
+const fn tracks(mode: u8) -> bool {
+    matches!(mode, abi::mode::AUDIT | abi::mode::DRAIN)
+}
+
+/// The entry of a service. Inner flows count as remembered since the mode last began to remember them.
+pub(crate) fn service_entry(
+    old: Option<&abi::GuardedService>,
+    wanted: &GuardedService,
+    egress: u32,
+    now: Monotonic,
+) -> abi::GuardedService {
+    let mode = mode_to_abi(wanted.mode);
+    let tracked_since = match old {
+        _ if !tracks(mode) => 0,
+        Some(old) if tracks(old.mode) && old.tracked_since != 0 => old.tracked_since,
+        _ => now.0,
+    };
+    abi::GuardedService {
+        expires_at: now.saturating_add(SERVICE_VALIDITY).0,
+        tracked_since,
+        egress,
+        mode,
+        flags: if wanted.sport_auto { abi::SERVICE_SPORT_AUTO } else { 0 },
+        pad: [0; 2],
+    }
+}
+
+/// Whether an entry says the same, its expiry aside.
+pub(crate) fn same_service(a: &abi::GuardedService, b: &abi::GuardedService) -> bool {
+    abi::GuardedService { expires_at: 0, ..*a } == abi::GuardedService { expires_at: 0, ..*b }
+}
+
+pub(crate) fn mark_entry(mark: &Mark, now: Monotonic) -> abi::BackendMark {
+    abi::BackendMark {
+        keep_until: match mark.keep {
+            Keep::No => 0,
+            Keep::Until(time) => time.0,
+            Keep::ForEver => abi::FOR_EVER,
+        },
+        valid_until: now.saturating_add(MARK_VALIDITY).0,
+        since: mark.since.0,
+        state: match mark.state {
+            MarkState::Ready => abi::mark::READY,
+            MarkState::NotReady => abi::mark::NOT_READY,
+            MarkState::Leaving => abi::mark::LEAVING,
+            MarkState::Gone => abi::mark::GONE,
+        },
+        pad: [0; 7],
+    }
+}
+
+fn same_mark(a: &abi::BackendMark, b: &abi::BackendMark) -> bool {
+    abi::BackendMark { valid_until: 0, ..*a } == abi::BackendMark { valid_until: 0, ..*b }
+}
+
+/// Marks to write, in order, and marks to remove.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct MarkChanges {
+    pub(crate) put: Vec<(IpAddr, abi::BackendMark)>,
+    pub(crate) remove: Vec<MarkKey>,
+}
+
+/// Compares marks. READY ones come first, so that a flow never meets a leaving backend before its replacement is known.
+pub(crate) fn mark_changes(
+    have: &BTreeMap<MarkKey, abi::BackendMark>,
+    want: &BTreeMap<IpAddr, Mark>,
+    renew: bool,
+    now: Monotonic,
+) -> MarkChanges {
+    let mut keys = BTreeSet::new();
+    let mut put = Vec::new();
+    for (address, mark) in want {
+        let key = to_mapped(*address);
+        let entry = mark_entry(mark, now);
+        if renew || !have.get(&key).is_some_and(|old| same_mark(old, &entry)) {
+            put.push((*address, entry));
+        }
+        keys.insert(key);
+    }
+    put.sort_by_key(|(_, entry)| entry.state != abi::mark::READY);
+    MarkChanges { put, remove: have.keys().filter(|key| !keys.contains(*key)).copied().collect() }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::plan::{EgressName, Mode};
+
+    fn egress() -> EgressName {
+        EgressName { namespace: "internet".into(), name: "egress".into() }
+    }
+
+    fn service(mode: Mode) -> GuardedService {
+        GuardedService { egress: egress(), mode, sport_auto: false }
+    }
+
+    fn mark(state: MarkState, keep: Keep) -> Mark {
+        Mark { egress: egress(), state, keep, since: Monotonic(5) }
+    }
+
+    #[test]
+    fn flows_stay_remembered_from_audit_to_drain_and_anew_after_reset() {
+        let audit = service_entry(None, &service(Mode::Audit), 0, Monotonic(100));
+        assert_eq!(audit.tracked_since, 100);
+        let drain = service_entry(Some(&audit), &service(Mode::Drain), 0, Monotonic(200));
+        assert_eq!(drain.tracked_since, 100);
+        let reset = service_entry(Some(&drain), &service(Mode::Reset), 0, Monotonic(300));
+        assert_eq!(reset.tracked_since, 0);
+        let again = service_entry(Some(&reset), &service(Mode::Drain), 0, Monotonic(400));
+        assert_eq!(again.tracked_since, 400);
+    }
+
+    #[test]
+    fn a_later_expiry_alone_is_no_change() {
+        let first = service_entry(None, &service(Mode::Drain), 0, Monotonic(100));
+        let second = service_entry(Some(&first), &service(Mode::Drain), 0, Monotonic(200));
+        assert_ne!(first, second);
+        assert!(same_service(&first, &second));
+    }
+
+    #[test]
+    fn ready_backends_are_written_before_leaving_ones() {
+        let leaving: IpAddr = "10.0.0.1".parse().unwrap();
+        let ready: IpAddr = "10.0.0.2".parse().unwrap();
+        let want =
+            [(leaving, mark(MarkState::Leaving, Keep::No)), (ready, mark(MarkState::Ready, Keep::ForEver))]
+                .into();
+        let changes = mark_changes(&BTreeMap::new(), &want, false, Monotonic(0));
+        assert_eq!(changes.put.iter().map(|(address, _)| *address).collect::<Vec<_>>(), [ready, leaving]);
+    }
+
+    fn marks() -> impl Strategy<Value = BTreeMap<IpAddr, Mark>> {
+        let state = prop_oneof![
+            Just(MarkState::Ready),
+            Just(MarkState::NotReady),
+            Just(MarkState::Leaving),
+            Just(MarkState::Gone)
+        ];
+        let keep = prop_oneof![
+            Just(Keep::No),
+            Just(Keep::ForEver),
+            (1u64..9).prop_map(|t| Keep::Until(Monotonic(t)))
+        ];
+        proptest::collection::btree_map(
+            (0u8..12).prop_map(|last| IpAddr::from([10, 0, 0, last])),
+            (state, keep).prop_map(|(state, keep)| mark(state, keep)),
+            0..12,
+        )
+    }
+
+    proptest! {
+        #[test]
+        fn applying_the_changes_gives_what_is_wanted_and_then_nothing_is_left(old in marks(), new in marks()) {
+            let now = Monotonic(1000);
+            let mut have = BTreeMap::new();
+            for wanted in [&old, &new] {
+                let changes = mark_changes(&have, wanted, false, now);
+                for key in changes.remove {
+                    have.remove(&key);
+                }
+                have.extend(changes.put.iter().map(|(address, entry)| (to_mapped(*address), *entry)));
+                let expected: BTreeMap<_, _> =
+                    wanted.iter().map(|(address, mark)| (to_mapped(*address), mark_entry(mark, now))).collect();
+                prop_assert_eq!(&have, &expected);
+                prop_assert_eq!(mark_changes(&have, wanted, false, now), MarkChanges::default());
+            }
+        }
+
+        #[test]
+        fn one_changed_backend_is_one_write(old in marks(), change in mark_strategy()) {
+            let now = Monotonic(1000);
+            let have: BTreeMap<_, _> =
+                old.iter().map(|(address, mark)| (to_mapped(*address), mark_entry(mark, now))).collect();
+            let mut new = old.clone();
+            new.insert("10.9.9.9".parse().unwrap(), change);
+            let changes = mark_changes(&have, &new, false, now);
+            prop_assert_eq!((changes.put.len(), changes.remove.len()), (1, 0));
+        }
+    }
+
+    fn mark_strategy() -> impl Strategy<Value = Mark> {
+        prop_oneof![Just(mark(MarkState::Ready, Keep::ForEver)), Just(mark(MarkState::Gone, Keep::No))]
+    }
+}

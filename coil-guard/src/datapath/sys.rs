@@ -1,0 +1,73 @@
+//! Two bpf(2) commands on pinned links that the library does not offer.
+
+use std::{
+    ffi::CString,
+    io, mem,
+    os::{
+        fd::{AsRawFd as _, FromRawFd as _, OwnedFd},
+        unix::ffi::OsStrExt as _,
+    },
+    path::Path,
+};
+
+use aya_obj::generated::{
+    bpf_attr,
+    bpf_cmd::{self, BPF_LINK_DETACH, BPF_OBJ_GET, BPF_OBJ_GET_INFO_BY_FD},
+    bpf_link_info,
+};
+
+/// State of a pinned TCX link.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LinkState {
+    /// Kernel id of its program.
+    pub(crate) program_id: u32,
+    /// Index of its interface; 0 when the interface is gone or the link was detached.
+    pub(crate) interface_index: u32,
+}
+
+/// State of the link pinned at `path`; `None` when nothing is pinned there.
+pub(crate) fn link_state(path: &Path) -> io::Result<Option<LinkState>> {
+    let Some(link) = open(path)? else { return Ok(None) };
+    // SAFETY: all zeros is a valid value of this union and of this struct of integers.
+    let (mut attr, mut info): (bpf_attr, bpf_link_info) = unsafe { (mem::zeroed(), mem::zeroed()) };
+    attr.info.bpf_fd = link.as_raw_fd().cast_unsigned();
+    attr.info.info_len = size_of::<bpf_link_info>() as u32;
+    attr.info.info = (&raw mut info) as u64;
+    call(BPF_OBJ_GET_INFO_BY_FD, &mut attr)?;
+    // SAFETY: every bit pattern is a valid integer, and the pins below the links directory are TCX links.
+    let interface_index = unsafe { info.__bindgen_anon_1.tcx.ifindex };
+    Ok(Some(LinkState { program_id: info.prog_id, interface_index }))
+}
+
+/// Detaches the link pinned at `path` at once: removing the pin alone leaves that to a worker of the kernel.
+pub(crate) fn detach_link(path: &Path) -> io::Result<()> {
+    let Some(link) = open(path)? else { return Ok(()) };
+    // SAFETY: all zeros is a valid value of this union.
+    let mut attr: bpf_attr = unsafe { mem::zeroed() };
+    attr.link_detach.link_fd = link.as_raw_fd().cast_unsigned();
+    match call(BPF_LINK_DETACH, &mut attr) {
+        // Its interface is gone.
+        Err(error) if error.raw_os_error() == Some(libc::ENOLINK) => Ok(()),
+        result => result.map(drop),
+    }
+}
+
+fn open(path: &Path) -> io::Result<Option<OwnedFd>> {
+    let path = CString::new(path.as_os_str().as_bytes())?;
+    // SAFETY: all zeros is a valid value of this union.
+    let mut attr: bpf_attr = unsafe { mem::zeroed() };
+    attr.__bindgen_anon_4.pathname = path.as_ptr() as u64;
+    match call(BPF_OBJ_GET, &mut attr) {
+        // SAFETY: the kernel just made this descriptor for us.
+        Ok(fd) => Ok(Some(unsafe { OwnedFd::from_raw_fd(fd) })),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn call(command: bpf_cmd, attr: &mut bpf_attr) -> io::Result<i32> {
+    // SAFETY: attr is a whole bpf_attr, and the pointers in it are valid for the time of the call.
+    let result =
+        unsafe { libc::syscall(libc::SYS_bpf, command as libc::c_long, attr, size_of::<bpf_attr>()) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
+}

@@ -1,0 +1,531 @@
+//! The thread that does everything slow: namespaces, loading, attaching, watching Cilium's maps.
+//!
+//! It sleeps until there is a new plan, a file appears among the namespaces, or one of its own times comes.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    os::fd::AsFd as _,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::inotify::{AddWatchFlags, InitFlags, Inotify},
+};
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::{
+    Attachment, DatapathError, How, Options, Progress, Report,
+    attach::clsact_program,
+    layout::{Layout, open_own, remove_tree},
+    mailbox::{Mailbox, Wanted},
+    namespaces::{Namespaces, within_each},
+    netlink::Netlink,
+    pods::{Attacher, PodError, link_is_alive, used_addresses},
+    program::Binding,
+    records::{Attached, PODS, Pods},
+};
+use crate::{
+    cilium::{CiliumError, CiliumMaps},
+    clock::Monotonic,
+    plan::{ClientPod, PodUid, Want},
+};
+
+/// How often the ids behind Cilium's pins are compared.
+const BINDING_INTERVAL: Duration = Duration::from_secs(2);
+/// How often attachments are looked at.
+const CHECK_INTERVAL: Duration = Duration::from_secs(5);
+/// First wait after a failed attempt; doubled with each further one.
+const FIRST_RETRY: Duration = Duration::from_millis(50);
+/// A namespace's file appears before the namespace is mounted on it, and that before the pod has its address.
+const AFTER_NEW_FILE: Duration = Duration::from_millis(20);
+
+/// What is known of a pod.
+#[derive(Debug, Default)]
+struct Pod {
+    attached: Option<Attached>,
+    /// It was attached and somebody took that away.
+    lost: bool,
+    /// Generation of the binding of its program; 0 for another agent's.
+    bound: u64,
+    attempts: u32,
+    retry_at: Option<Instant>,
+    last_error: Option<String>,
+}
+
+/// State of the binding, as last reported.
+#[derive(Debug, PartialEq, Eq)]
+enum Bound {
+    Unknown,
+    Yes,
+    /// With the text of the error.
+    No(String),
+}
+
+/// The worker.
+#[derive(Debug)]
+pub(crate) struct Worker {
+    mailbox: Arc<Mailbox>,
+    options: Options,
+    layout: Layout,
+    reports: UnboundedSender<Report>,
+    namespaces: Namespaces,
+    files: Option<Inotify>,
+    records: Option<Pods>,
+    pods: BTreeMap<PodUid, Pod>,
+    binding: Option<Binding>,
+    bound: Bound,
+    generation: u64,
+    binding_at: Instant,
+    check_at: Instant,
+    no_tcx: bool,
+    others_retired: bool,
+}
+
+impl Worker {
+    pub(crate) fn new(mailbox: Arc<Mailbox>, options: Options, reports: UnboundedSender<Report>) -> Self {
+        let now = Instant::now();
+        Self {
+            layout: Layout::new(&options.pin_directory),
+            namespaces: Namespaces::new(&options.namespace_directory),
+            mailbox,
+            options,
+            reports,
+            files: None,
+            records: None,
+            pods: BTreeMap::new(),
+            binding: None,
+            bound: Bound::Unknown,
+            generation: 0,
+            binding_at: now,
+            check_at: now,
+            no_tcx: false,
+            others_retired: false,
+        }
+    }
+
+    /// Works until the mailbox says stop.
+    pub(crate) fn run(mut self) {
+        let mut looked_at = 0;
+        while let Some((version, wanted)) = self.mailbox.latest() {
+            if version != 0 {
+                if let Err(error) = self.step(version, &wanted, version != looked_at) {
+                    self.warn(error.to_string());
+                    // Nothing that is wrong here comes good at once.
+                    self.binding_at = Instant::now() + BINDING_INTERVAL;
+                }
+                looked_at = version;
+            }
+            self.sleep(version, &wanted);
+        }
+    }
+
+    fn report(&self, report: Report) {
+        // Nobody listens while the agent is ending.
+        let _ = self.reports.send(report);
+    }
+
+    fn warn(&self, text: String) {
+        self.report(Report::Warning(text));
+    }
+
+    fn step(&mut self, version: u64, wanted: &Wanted, is_new: bool) -> Result<(), DatapathError> {
+        if !self.recall()? {
+            // Nothing is pinned, or only the rest of what could not be removed.
+            if !wanted.guarding {
+                self.tear_down(version)?;
+                self.retire_other_versions(wanted)?;
+            }
+            self.mailbox
+                .set_progress(version, Progress { settled: !wanted.guarding, ..self.progress(wanted) });
+            return Ok(());
+        }
+        if is_new {
+            self.detach_unwanted(wanted);
+        }
+        if !wanted.guarding {
+            if self.pods.values().all(|pod| pod.attached.is_none()) {
+                self.tear_down(version)?;
+                self.retire_other_versions(wanted)?;
+            }
+            self.mailbox.set_progress(version, Progress { settled: true, ..self.progress(wanted) });
+            return Ok(());
+        }
+        if Instant::now() >= self.binding_at {
+            self.binding_at = Instant::now() + BINDING_INTERVAL;
+            self.bind()?;
+        }
+        if Instant::now() >= self.check_at {
+            self.check_at = Instant::now() + CHECK_INTERVAL;
+            self.check(wanted);
+            self.detach_unwanted(wanted);
+        }
+        let finished = self.attach_wanted(version, wanted);
+        if finished {
+            self.retire_other_versions(wanted)?;
+        }
+        self.mailbox.set_progress(version, Progress { settled: finished, ..self.progress(wanted) });
+        Ok(())
+    }
+
+    fn progress(&self, wanted: &Wanted) -> Progress {
+        let wanted_pods = || wanted.pods.keys().filter_map(|uid| self.pods.get(uid));
+        Progress {
+            wanted: wanted.pods.len(),
+            attached: wanted_pods().filter(|pod| pod.attached.is_some()).count(),
+            failing: wanted_pods().filter(|pod| pod.last_error.is_some()).count(),
+            bound: match self.bound {
+                Bound::Unknown => None,
+                Bound::Yes => Some(true),
+                Bound::No(_) => Some(false),
+            },
+            settled: false,
+        }
+    }
+
+    /// Opens the records, with what an earlier agent attached. `false` when there are none, because nothing is guarded.
+    fn recall(&mut self) -> Result<bool, DatapathError> {
+        if self.records.is_some() {
+            return Ok(true);
+        }
+        let Some(map) = open_own(&self.layout, PODS)? else { return Ok(false) };
+        let records = Pods::new(map)?;
+        for (uid, attached) in records.load()? {
+            self.pods.insert(uid, Pod { attached: Some(attached), ..Pod::default() });
+        }
+        for uid in self.layout.pinned_links()? {
+            // Pinned by an agent that died before it wrote the record.
+            self.pods.entry(uid).or_insert_with(|| Pod {
+                attached: Some(Attached {
+                    name: String::new(),
+                    attachment: Attachment::Tcx,
+                    namespace: 0,
+                    interface_index: 0,
+                    program_id: 0,
+                    guarded_since: Monotonic::now(),
+                    qdisc_added: false,
+                    ports_overlap: false,
+                    addresses: Vec::new(),
+                }),
+                ..Pod::default()
+            });
+        }
+        self.records = Some(records);
+        Ok(true)
+    }
+
+    fn attacher<'a>(
+        options: &'a Options,
+        layout: &'a Layout,
+        namespaces: &'a mut Namespaces,
+        records: &'a mut Pods,
+        no_tcx: &'a mut bool,
+    ) -> Attacher<'a> {
+        Attacher { options, layout, namespaces, records, no_tcx }
+    }
+
+    fn detach_unwanted(&mut self, wanted: &Wanted) {
+        let unwanted: Vec<_> =
+            self.pods.keys().filter(|uid| !wanted.pods.contains_key(*uid)).cloned().collect();
+        for uid in unwanted {
+            if self.detach(&uid) {
+                self.pods.remove(&uid);
+            }
+        }
+    }
+
+    /// Detaches a pod if it is attached. `false` when that failed.
+    fn detach(&mut self, uid: &str) -> bool {
+        let (Some(pod), Some(records)) = (self.pods.get_mut(uid), &mut self.records) else { return true };
+        let Some(attached) = &pod.attached else { return true };
+        let result =
+            Self::attacher(&self.options, &self.layout, &mut self.namespaces, records, &mut self.no_tcx)
+                .detach(uid, attached);
+        match result {
+            Ok(()) => {
+                pod.attached = None;
+                pod.bound = 0;
+                self.report(Report::Detached { pod: uid.to_owned() });
+                true
+            }
+            Err(error) => {
+                let text = error.to_string();
+                if pod.last_error.as_ref() != Some(&text) {
+                    pod.last_error = Some(text.clone());
+                    self.report(Report::DetachFailed { pod: uid.to_owned(), error: text });
+                }
+                false
+            }
+        }
+    }
+
+    /// Attaches what is due. `false` when it stopped for a newer plan.
+    fn attach_wanted(&mut self, version: u64, wanted: &Wanted) -> bool {
+        for (uid, client) in &wanted.pods {
+            if self.mailbox.is_newer(version) {
+                return false;
+            }
+            if self.is_due(uid, client) {
+                self.attach(uid, client);
+            }
+        }
+        true
+    }
+
+    fn is_due(&self, uid: &str, client: &ClientPod) -> bool {
+        let (Bound::Yes, Some(binding)) = (&self.bound, &self.binding) else { return false };
+        let Some(pod) = self.pods.get(uid) else { return client.want == Want::Attached };
+        if pod.retry_at.is_some_and(|time| time > Instant::now()) {
+            return false;
+        }
+        match &pod.attached {
+            Some(attached) => {
+                pod.bound != binding.generation || attached.addresses != used_addresses(&client.addresses)
+            }
+            None => client.want == Want::Attached,
+        }
+    }
+
+    fn attach(&mut self, uid: &str, client: &ClientPod) {
+        let (Some(binding), Some(records)) = (&self.binding, &mut self.records) else { return };
+        let known = self.pods.get(uid).and_then(|pod| pod.attached.clone());
+        let pods = &self.pods;
+        let taken = |inode| {
+            pods.iter().any(|(other, pod)| {
+                other != uid && pod.attached.as_ref().is_some_and(|attached| attached.namespace == inode)
+            })
+        };
+        let result =
+            Self::attacher(&self.options, &self.layout, &mut self.namespaces, records, &mut self.no_tcx)
+                .attach(uid, client, known.as_ref(), binding, taken);
+        let generation = binding.generation;
+        let pod = self.pods.entry(uid.to_owned()).or_default();
+        match result {
+            Ok(done) => {
+                let how = if pod.lost { How::Restored } else { done.how };
+                let report = Report::Attached {
+                    pod: uid.to_owned(),
+                    interface: done.interface,
+                    attachment: done.attached.attachment,
+                    ports_overlap: done.attached.ports_overlap,
+                    how,
+                };
+                *pod = Pod { attached: Some(done.attached), bound: generation, ..Pod::default() };
+                self.report(report);
+            }
+            Err(error) => self.attach_failed(uid, &error),
+        }
+    }
+
+    fn attach_failed(&mut self, uid: &str, error: &PodError) {
+        let Some(pod) = self.pods.get_mut(uid) else { return };
+        let retry_in = (FIRST_RETRY * 2u32.saturating_pow(pod.attempts.min(10))).min(error.patience());
+        pod.attempts += 1;
+        pod.retry_at = Some(Instant::now() + retry_in);
+        let text = error.to_string();
+        // A pod that comes up takes a moment; only what lasts is worth a word, and once.
+        let lasts = !error.is_not_ready() || pod.attempts > 5;
+        if lasts && pod.last_error.as_ref() != Some(&text) {
+            pod.last_error = Some(text.clone());
+            self.report(Report::Failed { pod: uid.to_owned(), error: text, retry_in });
+        }
+    }
+
+    /// Compares the ids behind Cilium's pins with what the programs are bound to.
+    fn bind(&mut self) -> Result<(), DatapathError> {
+        let maps = match CiliumMaps::open(&self.options.cilium_directory) {
+            Ok(maps) => maps,
+            Err(error) => {
+                self.unbind(error);
+                return Ok(());
+            }
+        };
+        let current = self.binding.as_ref().is_some_and(|binding| binding.ids == maps.ids());
+        if !current {
+            self.generation += 1;
+            self.binding = None;
+            self.binding = Some(Binding::make(&self.layout, &maps, self.generation)?);
+        }
+        if let Some(binding) = &self.binding
+            && (!current || self.bound != Bound::Yes)
+        {
+            self.report(Report::Bound(binding.maps.clone()));
+        }
+        self.bound = Bound::Yes;
+        Ok(())
+    }
+
+    fn unbind(&mut self, error: CiliumError) {
+        if !error.is_missing() {
+            // Programs that read maps of another layout could do harm; of maps that are gone they do nothing.
+            let attached: Vec<_> = self.pods.keys().cloned().collect();
+            for uid in attached {
+                self.detach(&uid);
+            }
+            self.binding = None;
+        }
+        let text = error.to_string();
+        if self.bound != Bound::No(text.clone()) {
+            self.bound = Bound::No(text);
+            self.report(Report::Unbound(error));
+        }
+    }
+
+    /// Looks whether attachments are still there, and whether pods that need them only for their tunnels still have one.
+    fn check(&mut self, wanted: &Wanted) {
+        let mut lost = Vec::new();
+        let mut inside = Vec::new();
+        for (uid, pod) in &self.pods {
+            let Some(attached) = &pod.attached else { continue };
+            if attached.attachment == Attachment::Tcx {
+                match link_is_alive(&self.layout, uid) {
+                    Ok(true) => {}
+                    Ok(false) => lost.push(uid.clone()),
+                    Err(error) => self.warn(error.to_string()),
+                }
+            }
+            let tunnelled = wanted.pods.get(uid).is_some_and(|client| client.want == Want::WhileTunnelled);
+            if tunnelled || attached.attachment == Attachment::Clsact {
+                inside.push((uid.clone(), attached.namespace, attached.interface_index, attached.attachment));
+            }
+        }
+        let mut unneeded = Vec::new();
+        if !inside.is_empty() {
+            if let Err(error) = self.namespaces.scan() {
+                self.warn(error.to_string());
+                return;
+            }
+            let paths = inside
+                .into_iter()
+                .filter_map(|pod| self.namespaces.by_inode(pod.1).map(|path| (pod, path)))
+                .collect();
+            let seen = within_each(paths, |(_, _, index, attachment)| {
+                let filter = *attachment != Attachment::Clsact || !matches!(clsact_program(*index), Ok(None));
+                let remotes = Netlink::open().and_then(|mut netlink| netlink.tunnel_remotes());
+                (filter, remotes)
+            });
+            for ((uid, ..), (filter, remotes)) in seen {
+                if !filter {
+                    lost.push(uid.clone());
+                }
+                let tunnelled = remotes.map_or(true, |remotes| !remotes.is_disjoint(&wanted.services));
+                if !tunnelled
+                    && wanted.pods.get(&uid).is_some_and(|client| client.want == Want::WhileTunnelled)
+                {
+                    unneeded.push(uid);
+                }
+            }
+        }
+        for uid in unneeded {
+            self.detach(&uid);
+        }
+        for uid in lost {
+            self.lose(&uid);
+        }
+    }
+
+    /// Clears away what is left of an attachment that somebody removed; it is made anew at once.
+    fn lose(&mut self, uid: &str) {
+        let Some(pod) = self.pods.get_mut(uid) else { return };
+        let Some(attached) = pod.attached.take() else { return };
+        *pod = Pod { lost: true, ..Pod::default() };
+        if attached.attachment == Attachment::Tcx
+            && let Err(error) = super::layout::unpin(&self.layout.link(uid))
+        {
+            self.warn(error.to_string());
+        }
+    }
+
+    /// Removes the maps and the directory of this layout, unless an Egress is guarded again by now.
+    fn tear_down(&mut self, version: u64) -> Result<(), DatapathError> {
+        let mailbox = Arc::clone(&self.mailbox);
+        let mut tables = mailbox.tables();
+        if mailbox.is_newer(version) {
+            return Ok(());
+        }
+        *tables = None;
+        mailbox.maps_changed();
+        self.records = None;
+        self.binding = None;
+        self.bound = Bound::Unknown;
+        self.binding_at = Instant::now();
+        self.pods.clear();
+        remove_tree(self.layout.directory(), &mut Vec::new())
+    }
+
+    /// Removes what agents of other layout versions left, once everything wanted is attached by this one: until then theirs
+    /// go on guarding.
+    fn retire_other_versions(&mut self, wanted: &Wanted) -> Result<(), DatapathError> {
+        let attached = |uid: &PodUid| self.pods.get(uid).is_some_and(|pod| pod.attached.is_some());
+        let missing = wanted.pods.iter().any(|(uid, client)| client.want == Want::Attached && !attached(uid));
+        if self.others_retired || missing {
+            return Ok(());
+        }
+        self.others_retired = true;
+        for directory in self.layout.other_versions()? {
+            remove_tree(&directory, &mut Vec::new())?;
+            self.warn(format!("removed {}, left by another version", directory.display()));
+        }
+        Ok(())
+    }
+
+    fn sleep(&mut self, version: u64, wanted: &Wanted) {
+        let now = Instant::now();
+        let mut until = now + CHECK_INTERVAL;
+        if version != 0 && wanted.guarding {
+            until = until.min(self.binding_at).min(self.check_at);
+            let retries = wanted.pods.iter().filter_map(|(uid, client)| {
+                let pod = self.pods.get(uid)?;
+                if pod.attached.is_none() && client.want == Want::WhileTunnelled {
+                    None
+                } else {
+                    pod.retry_at
+                }
+            });
+            until = until.min(retries.min().unwrap_or(until));
+        }
+        if self.mailbox.is_newer(version) {
+            until = now;
+        }
+        self.watch_files();
+        let timeout = until.saturating_duration_since(now);
+        // Rounded up: a wait that ends a little early would come back here with nothing to do.
+        let millis = u16::try_from(timeout.as_millis() + 1).unwrap_or(u16::MAX);
+        let timeout = if timeout.is_zero() { PollTimeout::ZERO } else { PollTimeout::from(millis) };
+        let mut fds = vec![PollFd::new(self.mailbox.wake.as_fd(), PollFlags::POLLIN)];
+        fds.extend(self.files.as_ref().map(|files| PollFd::new(files.as_fd(), PollFlags::POLLIN)));
+        // An interrupted wait is as good as one that ended.
+        let _ = poll(&mut fds, timeout);
+        let new_files = fds.get(1).and_then(PollFd::any).unwrap_or(false);
+        drop(fds);
+        let _ = self.mailbox.wake.read();
+        if new_files {
+            if let Some(files) = &self.files {
+                while files.read_events().is_ok_and(|events| !events.is_empty()) {}
+            }
+            self.retry_soon();
+        }
+    }
+
+    /// A new namespace may be that of a pod that could not be found.
+    fn retry_soon(&mut self) {
+        let soon = Instant::now() + AFTER_NEW_FILE;
+        for pod in self.pods.values_mut().filter(|pod| pod.attached.is_none() && pod.retry_at.is_some()) {
+            pod.attempts = pod.attempts.min(1);
+            pod.retry_at = pod.retry_at.min(Some(soon));
+        }
+    }
+
+    fn watch_files(&mut self) {
+        if self.files.is_some() || fs::metadata(&self.options.namespace_directory).is_err() {
+            return;
+        }
+        let flags = InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK;
+        let events = AddWatchFlags::IN_CREATE | AddWatchFlags::IN_MOVED_TO | AddWatchFlags::IN_ATTRIB;
+        self.files = Inotify::init(flags)
+            .and_then(|inotify| inotify.add_watch(&self.options.namespace_directory, events).map(|_| inotify))
+            .ok();
+    }
+}
