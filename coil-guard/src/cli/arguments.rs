@@ -1,0 +1,362 @@
+//! The arguments of each command.
+
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
+
+use clap::{Args, Parser, Subcommand};
+
+use super::values::{Attach, DefaultMode, duration, entries, log_level, not_ready_after, port};
+use crate::{
+    datapath::{Options, Sizes},
+    index::NotReadyAfter,
+    observe::LogFormat,
+    plan::Settings,
+};
+
+/// Moves Coil's FoU flows off leaving egress pods at once, on clusters whose load balancer is Cilium.
+///
+/// A client pod of a Coil Egress stays on an egress pod that is being deleted for as long as Cilium's conntrack entry
+/// lives. coil-guard attaches a program inside the client pod that moves such a flow to a live egress pod with its next
+/// packet (reset), or keeps existing inner connections where they are and moves the new ones only (drain).
+///
+/// What is done is chosen for each Egress by the annotation coil-guard.io/mode: off, audit, reset, drain or rewrite.
+#[derive(Debug, Parser)]
+#[command(name = "coil-guard", version, max_term_width = 110)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Run the agent of a node
+    ///
+    /// Watches Egresses, their Services, EndpointSlices and pods, and the pods of this node, and guards those that are
+    /// clients of an Egress whose mode is not off. Needs root with CAP_SYS_ADMIN and CAP_NET_ADMIN.
+    ///
+    /// Only one agent at a time works on a node: a second one waits, not ready, until the first ends. When the agent
+    /// ends, by SIGTERM or otherwise, programs and maps stay in the kernel and go on guarding; `coil-guard cleanup`
+    /// removes them.
+    Run(Box<RunArguments>),
+    /// Show what is guarded on this node, from the maps in the kernel
+    ///
+    /// Needs no running agent.
+    Status(StatusArguments),
+    /// Remove every program, filter, pin and map of the guard from this node
+    ///
+    /// Refuses while an agent is running. Flows stay where they are; Cilium's own maps are not touched.
+    Cleanup(CleanupArguments),
+}
+
+/// Where things are on the node.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Node")]
+pub struct NodeArguments {
+    /// UDP port of Coil's tunnels, the same as in the flags of coild and coil-egress
+    #[arg(long, env = "COIL_GUARD_FOU_PORT", value_name = "PORT", default_value = "5555", value_parser = port)]
+    pub fou_port: u16,
+
+    /// Directory in which Cilium pins its maps
+    #[arg(long, env = "COIL_GUARD_CILIUM_MAPS", value_name = "DIRECTORY", default_value = "/sys/fs/bpf/tc/globals")]
+    pub cilium_maps: PathBuf,
+
+    /// Directory in which the container runtime keeps the pods' network namespaces
+    #[arg(long, env = "COIL_GUARD_NETNS_DIR", value_name = "DIRECTORY", default_value = "/run/netns")]
+    pub netns_dir: PathBuf,
+
+    /// Directory for the guard's own pins, on a bpffs; made if missing
+    #[arg(long, env = "COIL_GUARD_PIN_DIR", value_name = "DIRECTORY", default_value = "/sys/fs/bpf/coil-guard")]
+    pub pin_dir: PathBuf,
+
+    /// How to attach: auto takes TCX where the kernel has it (6.6 and later) and clsact elsewhere
+    #[arg(long, env = "COIL_GUARD_ATTACH", value_name = "KIND", value_enum, default_value = "auto", hide_possible_values = false)]
+    pub attach: Attach,
+}
+
+/// How to reach the Kubernetes API.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Kubernetes")]
+pub struct ApiArguments {
+    /// Name of this node in the cluster
+    #[arg(long, env = "COIL_GUARD_NODE_NAME", value_name = "NAME")]
+    pub node_name: String,
+
+    /// Kubeconfig file; otherwise KUBECONFIG, ~/.kube/config, or the pod's service account
+    #[arg(long, env = "COIL_GUARD_KUBECONFIG", value_name = "FILE")]
+    pub kubeconfig: Option<PathBuf>,
+}
+
+/// How to log.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Log")]
+pub(crate) struct LogArguments {
+    /// How log lines look
+    #[arg(long, env = "COIL_GUARD_LOG_FORMAT", value_name = "FORMAT", value_enum, default_value = "text")]
+    pub(crate) log_format: LogFormat,
+
+    /// error, warn, info, debug, trace, or a list such as info,coil_guard::k8s=debug
+    ///
+    /// Can be changed while the agent runs: `curl -X PUT --data debug http://127.0.0.1:9398/log-level`.
+    #[arg(long, env = "COIL_GUARD_LOG_LEVEL", value_name = "LEVEL", default_value = "info", value_parser = log_level)]
+    pub(crate) log_level: String,
+}
+
+/// Arguments of `run`.
+#[derive(Clone, Debug, Args)]
+pub struct RunArguments {
+    #[command(flatten)]
+    pub(crate) api: ApiArguments,
+    #[command(flatten)]
+    pub(crate) node: NodeArguments,
+    #[command(flatten)]
+    pub(crate) policy: PolicyArguments,
+    #[command(flatten)]
+    pub(crate) log: LogArguments,
+    #[command(flatten)]
+    pub(crate) endpoints: EndpointArguments,
+    #[command(flatten)]
+    pub(crate) sizes: SizeArguments,
+}
+
+/// What to do where no annotation says it.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Policy")]
+pub(crate) struct PolicyArguments {
+    /// Mode of Egresses without the annotation coil-guard.io/mode
+    ///
+    /// The annotation wins. One that is not understood means off, whatever is set here.
+    #[arg(long, env = "COIL_GUARD_DEFAULT_MODE", value_name = "MODE", value_enum, default_value = "off")]
+    pub(crate) default_mode: DefaultMode,
+
+    /// How long an egress pod that is not ready keeps the flows that it has: a duration, 0s for not at all, or never for
+    /// as long as Cilium keeps them
+    ///
+    /// For Egresses without the annotation coil-guard.io/not-ready-after. FoU and NAT are kernel state, so a pod that
+    /// fails its readiness probe usually still forwards.
+    #[arg(long, env = "COIL_GUARD_NOT_READY_AFTER", value_name = "DURATION", default_value = "30s", value_parser = not_ready_after)]
+    pub(crate) not_ready_after: NotReadyAfter,
+
+    /// In mode drain: how long an egress pod that only Cilium knows to be leaving keeps its existing flows, while no
+    /// agent tells more
+    #[arg(long, env = "COIL_GUARD_UNMARKED_DRAIN", value_name = "DURATION", default_value = "5s", value_parser = duration)]
+    pub(crate) unmarked_drain: Duration,
+}
+
+/// Where to listen.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Endpoints")]
+pub(crate) struct EndpointArguments {
+    /// Address of /metrics; an empty value leaves it out
+    #[arg(long, env = "COIL_GUARD_METRICS_ADDRESS", value_name = "ADDRESS:PORT", default_value = "0.0.0.0:9397")]
+    metrics_address: Address,
+
+    /// Address of /livez, /readyz and /log-level; an empty value leaves it out
+    ///
+    /// Whoever can reach it can change the log level, so keep it on the loopback interface.
+    #[arg(long, env = "COIL_GUARD_HEALTH_ADDRESS", value_name = "ADDRESS:PORT", default_value = "127.0.0.1:9398")]
+    health_address: Address,
+}
+
+#[derive(Clone, Debug)]
+struct Address(Option<SocketAddr>);
+
+impl std::str::FromStr for Address {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if text.is_empty() {
+            return Ok(Self(None));
+        }
+        text.parse().map(|address| Self(Some(address))).map_err(|_| {
+            "an address and a port are expected, such as 127.0.0.1:9398 or [::1]:9398, or nothing".to_owned()
+        })
+    }
+}
+
+impl EndpointArguments {
+    pub(crate) fn metrics(&self) -> Option<SocketAddr> {
+        self.metrics_address.0
+    }
+
+    pub(crate) fn health(&self) -> Option<SocketAddr> {
+        self.health_address.0
+    }
+}
+
+/// Entries of the maps. Their memory is charged to the agent's container.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Map sizes (of maps that are made anew; pinned ones keep theirs)")]
+pub(crate) struct SizeArguments {
+    /// Guarded Service addresses
+    #[arg(long, env = "COIL_GUARD_MAP_SERVICES", value_name = "ENTRIES", default_value_t = Sizes::default().services, value_parser = entries)]
+    map_services: u32,
+    /// Backend addresses
+    #[arg(long, env = "COIL_GUARD_MAP_MARKS", value_name = "ENTRIES", default_value_t = Sizes::default().marks, value_parser = entries)]
+    map_marks: u32,
+    /// Inner flows remembered in mode drain; about 150 bytes each
+    #[arg(long, env = "COIL_GUARD_MAP_INNER_FLOWS", value_name = "ENTRIES", default_value_t = Sizes::default().inner_flows, value_parser = entries)]
+    map_inner_flows: u32,
+    /// Fragmented inner packets remembered at a time
+    #[arg(long, env = "COIL_GUARD_MAP_FRAGMENTS", value_name = "ENTRIES", default_value_t = Sizes::default().fragments, value_parser = entries)]
+    map_fragments: u32,
+    /// Pairs of client and Service whose previous backend is remembered
+    #[arg(long, env = "COIL_GUARD_MAP_PREVIOUS", value_name = "ENTRIES", default_value_t = Sizes::default().previous, value_parser = entries)]
+    map_previous: u32,
+    /// Backends seen leaving by Cilium's state alone
+    #[arg(long, env = "COIL_GUARD_MAP_LEAVING", value_name = "ENTRIES", default_value_t = Sizes::default().leaving, value_parser = entries)]
+    map_leaving: u32,
+    /// Leaving backends with drain statistics
+    #[arg(long, env = "COIL_GUARD_MAP_DRAINS", value_name = "ENTRIES", default_value_t = Sizes::default().drains, value_parser = entries)]
+    map_drains: u32,
+    /// Egresses with counters
+    #[arg(long, env = "COIL_GUARD_MAP_EGRESSES", value_name = "ENTRIES", default_value_t = Sizes::default().egresses, value_parser = entries)]
+    map_egresses: u32,
+    /// Client pods of this node
+    #[arg(long, env = "COIL_GUARD_MAP_PODS", value_name = "ENTRIES", default_value_t = Sizes::default().pods, value_parser = entries)]
+    map_pods: u32,
+    /// Bytes of the ring of events; rounded up to a power of two
+    #[arg(long, env = "COIL_GUARD_MAP_EVENT_BYTES", value_name = "BYTES", default_value_t = Sizes::default().event_bytes, value_parser = entries)]
+    map_event_bytes: u32,
+}
+
+impl From<&SizeArguments> for Sizes {
+    fn from(arguments: &SizeArguments) -> Self {
+        Self {
+            services: arguments.map_services,
+            marks: arguments.map_marks,
+            inner_flows: arguments.map_inner_flows,
+            fragments: arguments.map_fragments,
+            previous: arguments.map_previous,
+            leaving: arguments.map_leaving,
+            drains: arguments.map_drains,
+            egresses: arguments.map_egresses,
+            pods: arguments.map_pods,
+            event_bytes: arguments.map_event_bytes,
+        }
+    }
+}
+
+impl From<&NodeArguments> for Options {
+    fn from(node: &NodeArguments) -> Self {
+        Self {
+            pin_directory: node.pin_dir.clone(),
+            cilium_directory: node.cilium_maps.clone(),
+            namespace_directory: node.netns_dir.clone(),
+            fou_port: node.fou_port,
+            attach: node.attach.into(),
+            ..Self::default()
+        }
+    }
+}
+
+impl RunArguments {
+    /// What the datapath needs to know.
+    #[must_use]
+    pub fn datapath(&self) -> Options {
+        Options {
+            sizes: Sizes::from(&self.sizes),
+            unmarked_drain: self.policy.unmarked_drain,
+            ..Options::from(&self.node)
+        }
+    }
+
+    /// What the plan needs to know.
+    #[must_use]
+    pub fn settings(&self) -> Settings {
+        Settings {
+            fou_port: self.node.fou_port,
+            default_mode: self.policy.default_mode.into(),
+            not_ready_after: self.policy.not_ready_after,
+        }
+    }
+}
+
+/// Arguments of `status`.
+#[derive(Clone, Debug, Args)]
+pub struct StatusArguments {
+    /// Where things are.
+    #[command(flatten)]
+    pub node: NodeArguments,
+    /// Print it as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `cleanup`.
+#[derive(Clone, Debug, Args)]
+pub struct CleanupArguments {
+    /// Where things are.
+    #[command(flatten)]
+    pub node: NodeArguments,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    fn parse(arguments: &[&str]) -> Result<Cli, String> {
+        Cli::try_parse_from(["coil-guard"].iter().chain(arguments)).map_err(|error| error.to_string())
+    }
+
+    fn run(arguments: &[&str]) -> Box<RunArguments> {
+        let all: Vec<&str> = ["run", "--node-name", "n"].iter().chain(arguments).copied().collect();
+        match parse(&all).unwrap().command {
+            Command::Run(run) => run,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn defaults_are_those_of_the_parts() {
+        let run = run(&[]);
+        assert_eq!(run.datapath(), Options::default());
+        assert_eq!(run.settings(), Settings::default());
+        assert_eq!(run.endpoints.metrics(), Some("0.0.0.0:9397".parse().unwrap()));
+        assert_eq!(run.endpoints.health(), Some("127.0.0.1:9398".parse().unwrap()));
+    }
+
+    #[test]
+    fn an_empty_address_leaves_the_endpoint_out() {
+        assert_eq!(run(&["--metrics-address", ""]).endpoints.metrics(), None);
+    }
+
+    #[test]
+    fn an_invalid_value_names_the_flag_and_what_is_allowed() {
+        for (flag, value, allowed) in [
+            ("--default-mode", "on", "off, audit, reset, drain, rewrite"),
+            ("--attach", "xdp", "auto, tcx, clsact"),
+            ("--log-format", "xml", "text, json"),
+            ("--fou-port", "0", "a port from 1 to 65535 is expected"),
+            ("--not-ready-after", "soon", "a duration such as 0s, 30s or 10m, or never, is expected"),
+            ("--unmarked-drain", "5", "a duration such as 5s, 90s or 10m is expected"),
+            ("--map-marks", "0", "a number from 1 to 67108864 is expected"),
+            ("--log-level", "coil_guard=loud", "allowed are error, warn, info, debug, trace"),
+            ("--metrics-address", "9397", "an address and a port are expected"),
+        ] {
+            let error = parse(&["run", "--node-name", "n", flag, value]).unwrap_err();
+            assert!(error.contains(flag) && error.contains(allowed), "{error}");
+        }
+        let error = parse(&["run"]).unwrap_err();
+        assert!(error.contains("--node-name"), "{error}");
+    }
+
+    #[test]
+    fn every_flag_has_an_environment_name_of_ours_and_a_help_text() {
+        let command = Cli::command();
+        let run = command.find_subcommand("run").unwrap();
+        for argument in run.get_arguments().filter(|argument| argument.get_id() != "help") {
+            let flag = argument.get_long().unwrap();
+            let expected = format!("COIL_GUARD_{}", flag.to_uppercase().replace('-', "_"));
+            assert_eq!(argument.get_env().and_then(|name| name.to_str()), Some(expected.as_str()));
+            assert!(argument.get_help().is_some(), "--{flag} has no help");
+        }
+    }
+}

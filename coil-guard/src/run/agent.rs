@@ -1,0 +1,401 @@
+//! The loop: changes in, plan out.
+
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
+
+use anyhow::bail;
+use tokio::sync::mpsc;
+
+use super::{Stop, notices::Notices, readiness::conditions};
+use crate::{
+    clock::Monotonic,
+    datapath::{Datapath, Events, FlowEvent, FlowEventKind, How, Report},
+    index::{Index, Update},
+    k8s::{EventWriter, Health, Message, Node, Watches},
+    observe::{Endpoints, Metrics, SnapshotRequest},
+    plan::{self, Desired, MarkState, PodUid, Recovered, Settings},
+};
+
+/// How often Cilium's maps are looked at while a backend is not ready, for marks that can go.
+const LOOK_OFTEN: Duration = Duration::from_secs(2);
+/// And while all are.
+const LOOK_SELDOM: Duration = Duration::from_secs(15);
+/// What could not be written is tried again after this.
+const RETRY: Duration = Duration::from_secs(1);
+/// The loop turns at least this often: `/livez` looks at it.
+const LONGEST_SLEEP: Duration = Duration::from_secs(10);
+/// Messages taken in one turn. A roll's events that come together become one plan.
+const BATCH: usize = 256;
+
+/// The agent.
+pub(super) struct Agent {
+    settings: Settings,
+    index: Index,
+    watches: Watches,
+    datapath: Datapath,
+    attached: BTreeSet<PodUid>,
+    desired: Desired,
+    /// A complete plan has been made.
+    planned: bool,
+    /// By when the datapath wants to be called again.
+    renew_by: Monotonic,
+    look_at: Monotonic,
+    notices: Notices,
+    /// Egresses or local pods changed, which notices depend on.
+    look_at_configuration: bool,
+    events: EventWriter,
+    endpoints: Endpoints,
+    metrics: Arc<Metrics>,
+    /// The last error of writing, told once.
+    last_error: Option<String>,
+}
+
+impl Agent {
+    pub(super) fn new(
+        node: &Node,
+        settings: Settings,
+        datapath: Datapath,
+        events: EventWriter,
+        endpoints: &Endpoints,
+    ) -> Self {
+        let now = Monotonic::now();
+        let marks = &datapath.remembered().marks;
+        let recovered =
+            marks.iter().map(|(address, mark)| (*address, Recovered { state: mark.state, since: mark.since })).collect();
+        let attached = match datapath.snapshot() {
+            Ok(snapshot) => snapshot.pods.into_keys().collect(),
+            Err(error) => {
+                tracing::warn!(%error, "cannot read what is attached");
+                BTreeSet::new()
+            }
+        };
+        Self {
+            settings,
+            index: Index::recover(recovered),
+            watches: Watches::new(now),
+            datapath,
+            attached,
+            desired: Desired::default(),
+            planned: false,
+            renew_by: now,
+            look_at: now,
+            notices: Notices::new(node.name.clone()),
+            look_at_configuration: false,
+            events,
+            endpoints: endpoints.clone(),
+            metrics: Arc::clone(&endpoints.metrics),
+            last_error: None,
+        }
+    }
+
+    pub(super) async fn run(
+        mut self,
+        mut messages: mpsc::Receiver<Message>,
+        mut snapshot_requests: mpsc::Receiver<SnapshotRequest>,
+        stop: &mut Stop,
+    ) -> anyhow::Result<()> {
+        let mut reports = self.datapath.take_reports();
+        let mut flows = follow_flows(self.datapath.events());
+        let (mut messages_now, mut flows_now) = (Vec::new(), Vec::new());
+        loop {
+            let now = Monotonic::now();
+            self.report_health(now);
+            let sleep = self.wake_at(now).since(now);
+            tokio::select! {
+                biased;
+                () = stop.requested() => return Ok(()),
+                number = messages.recv_many(&mut messages_now, BATCH) => {
+                    if number == 0 {
+                        bail!("the watches have ended");
+                    }
+                    self.take_messages(messages_now.drain(..));
+                }
+                report = reports.recv() => match report {
+                    Some(report) => self.take_report(report),
+                    None => bail!("the datapath's worker has ended"),
+                },
+                Some(request) = snapshot_requests.recv() => self.answer(request),
+                _ = flows.recv_many(&mut flows_now, BATCH) => {
+                    for flow in flows_now.drain(..) {
+                        self.take_flow(&flow);
+                    }
+                }
+                () = tokio::time::sleep(sleep) => {}
+            }
+            self.do_what_is_due();
+        }
+    }
+
+    fn wake_at(&self, now: Monotonic) -> Monotonic {
+        let mut wake = now.saturating_add(LONGEST_SLEEP);
+        if self.planned {
+            let next = [Some(self.renew_by), Some(self.look_at), self.desired.next_change];
+            wake = next.into_iter().flatten().fold(wake, Monotonic::min);
+        }
+        self.notices.next_due().map_or(wake, |due| due.min(wake))
+    }
+
+    fn take_messages(&mut self, messages: impl Iterator<Item = Message>) {
+        let was_complete = self.watches.complete();
+        let mut first_arrival: Option<Monotonic> = None;
+        for message in messages {
+            match message {
+                Message::Update { kind, update, listed, received } => {
+                    first_arrival = Some(first_arrival.map_or(received, |first| first.min(received)));
+                    if listed {
+                        self.watches.listed(kind);
+                    }
+                    self.metrics.watch_updates.get_or_create(&[("watch", kind.label())]).inc();
+                    self.look_at_configuration |= matches!(*update, Update::Egress(_) | Update::LocalPod(_));
+                    self.index.update(*update, received);
+                }
+                Message::Health(kind, health) => self.take_health(kind, health),
+                Message::Malformed(kind, malformed) => {
+                    tracing::warn!("{malformed}");
+                    self.metrics.malformed.get_or_create(&[("watch", kind.label())]).inc();
+                }
+            }
+        }
+        if first_arrival.is_some() || self.watches.complete() != was_complete {
+            self.replan(first_arrival);
+        }
+    }
+
+    fn take_health(&mut self, kind: crate::k8s::Kind, health: Health) {
+        let established = health == Health::Established;
+        let gauge = self.metrics.watch_established.get_or_create(&[("watch", kind.label())]);
+        if gauge.set(i64::from(established)) == 1 && !established {
+            self.metrics.watch_lost.get_or_create(&[("watch", kind.label())]).inc();
+        }
+        drop(gauge);
+        let problem = if let Health::Lost(problem) = &health { problem.clone() } else { String::new() };
+        if self.watches.set(kind, health, Monotonic::now()) {
+            if established {
+                tracing::info!(watch = kind.label(), "following");
+            } else {
+                tracing::warn!(watch = kind.label(), problem, "the watch is lost; Cilium's state alone guards until it is back");
+            }
+        }
+    }
+
+    /// Plans anew, and writes the plan if it is another one or if something is due.
+    fn replan(&mut self, arrived: Option<Monotonic>) {
+        if !self.watches.all_listed() {
+            return;
+        }
+        let now = Monotonic::now();
+        let complete = self.watches.complete();
+        if !self.planned && !complete {
+            return;
+        }
+        if self.look_at_configuration {
+            self.look_at_configuration = false;
+            self.notices.configuration(&self.index, &self.settings, now);
+            self.metrics.invalid_annotations.set(i64::try_from(self.notices.invalid_egresses()).unwrap_or(i64::MAX));
+        }
+        let mut desired = plan::plan(&self.index, &self.settings, &self.attached, complete, now);
+        if !self.planned {
+            // Before the first write: what a predecessor had marked and has gone since must not lose its mark for a moment.
+            self.look_at_cilium(&desired, now);
+            desired = plan::plan(&self.index, &self.settings, &self.attached, complete, now);
+            self.planned = true;
+        }
+        if desired == self.desired && now < self.renew_by {
+            return;
+        }
+        log_changes(&self.desired, &desired);
+        let applied = self.datapath.apply(&desired, now);
+        self.desired = desired;
+        self.metrics.map_writes.inc_by(applied.writes as u64);
+        self.renew_by = applied.renew_by;
+        if let Some(arrived) = arrived {
+            self.metrics.apply_seconds.observe(Monotonic::now().since(arrived).as_secs_f64());
+        }
+        self.metrics.apply_errors.inc_by(applied.errors.len() as u64);
+        let error = applied.errors.iter().map(ToString::to_string).reduce(|all, one| format!("{all}; {one}"));
+        if let Some(error) = &error {
+            self.renew_by = self.renew_by.min(now.saturating_add(RETRY));
+            if self.last_error.as_ref() != Some(error) {
+                tracing::error!(error, "cannot write everything to the maps; trying again");
+            }
+        }
+        self.last_error = error;
+    }
+
+    fn look_at_cilium(&mut self, desired: &Desired, now: Monotonic) {
+        match self.datapath.cilium_view(desired) {
+            Ok(view) => self.index.observe_cilium(&view, self.watches.complete(), now),
+            // The worker reports what is wrong with the maps; here it only means that no mark may go.
+            Err(error) => tracing::debug!(%error, "cannot look at Cilium's maps"),
+        }
+        let all_ready = desired.marks.values().all(|mark| mark.state == MarkState::Ready);
+        self.look_at = now.saturating_add(if all_ready { LOOK_SELDOM } else { LOOK_OFTEN });
+    }
+
+    fn do_what_is_due(&mut self) {
+        let now = Monotonic::now();
+        if self.planned {
+            let look = now >= self.look_at;
+            if look {
+                let desired = std::mem::take(&mut self.desired);
+                self.look_at_cilium(&desired, now);
+                self.desired = desired;
+            }
+            if look || now >= self.renew_by || self.desired.next_change.is_some_and(|change| now >= change) {
+                self.replan(None);
+            }
+        }
+        for write in self.notices.due(now) {
+            tracing::info!(egress = %write.notice.egress, reason = write.notice.topic.reason(), "{}", write.note);
+            self.events.write(write);
+        }
+    }
+
+    fn take_report(&mut self, report: Report) {
+        let attachments = self.metrics.attachments.clone();
+        let count = |outcome| {
+            attachments.get_or_create(&[("outcome", outcome)]).inc();
+        };
+        let now = Monotonic::now();
+        match report {
+            Report::Attached { pod, interface, attachment, ports_overlap, how } => {
+                let name = self.pod_name(&pod);
+                tracing::info!(pod = name, uid = pod, interface, ?attachment, ?how, "attached");
+                count(match how {
+                    How::Fresh => "attached",
+                    How::Replaced => "replaced",
+                    How::Restored => "restored",
+                });
+                if how == How::Restored {
+                    tracing::warn!(pod = name, "somebody had removed the pod's program; it was attached anew");
+                }
+                if let Some(client) = self.desired.pods.get(&pod).filter(|_| ports_overlap) {
+                    self.notices.ports_overlap(&self.index, client, now);
+                }
+                self.attached.insert(pod);
+            }
+            Report::Detached { pod } => {
+                tracing::info!(pod = self.pod_name(&pod), uid = pod, "detached");
+                count("detached");
+                self.attached.remove(&pod);
+            }
+            Report::Failed { pod, error, retry_in } => {
+                tracing::warn!(pod = self.pod_name(&pod), uid = pod, error, ?retry_in, "cannot attach");
+                count("failed");
+                if let Some(client) = self.desired.pods.get(&pod) {
+                    self.notices.attach_failed(&self.index, client, &error, now);
+                }
+            }
+            Report::DetachFailed { pod, error } => {
+                tracing::warn!(pod = self.pod_name(&pod), uid = pod, error, "cannot detach; trying again");
+                count("detach_failed");
+            }
+            Report::Bound(maps) => {
+                let ids: Vec<String> =
+                    maps.iter().map(|map| format!("{}={}", map.name, map.id.unwrap_or(0))).collect();
+                tracing::info!(maps = ids.join(" "), "bound to Cilium's maps");
+                self.metrics.cilium_binds.inc();
+            }
+            Report::Unbound(error) => tracing::error!(%error, "not bound to Cilium's maps"),
+            Report::Warning(warning) => tracing::warn!("{warning}"),
+        }
+        self.replan(None);
+    }
+
+    fn pod_name(&self, uid: &PodUid) -> String {
+        let planned = self.desired.pods.get(uid).map(|pod| format!("{}/{}", pod.namespace, pod.name));
+        planned.unwrap_or_else(|| "(gone)".to_owned())
+    }
+
+    fn take_flow(&mut self, flow: &FlowEvent) {
+        let kind = match flow.kind {
+            FlowEventKind::Moved => "moved",
+            FlowEventKind::NoLive => "no_live",
+            FlowEventKind::WouldMove => "would_move",
+            FlowEventKind::DrainPortCollision => "drain_port_collision",
+            FlowEventKind::RewriteStuck => "rewrite_stuck",
+        };
+        self.metrics.flow_events.get_or_create(&[("kind", kind)]).inc();
+        let egress = self.datapath.egress_of(flow.egress);
+        tracing::debug!(kind, client = %flow.client, port = flow.client_port, service = %flow.service.address,
+            from = ?flow.from, to = ?flow.to, ?egress, "flow");
+        if let Some(egress) = egress {
+            self.notices.flow(&self.index, &egress, flow, Monotonic::now());
+        }
+    }
+
+    fn answer(&self, request: SnapshotRequest) {
+        let snapshot = self.datapath.snapshot();
+        if let Err(error) = &snapshot {
+            tracing::warn!(%error, "cannot read the datapath's counters");
+        }
+        // A scrape that was given up has no one to answer to.
+        drop(request.send(snapshot.ok()));
+    }
+
+    fn report_health(&self, now: Monotonic) {
+        let progress = self.datapath.progress();
+        let count = |state, number: usize| {
+            self.metrics.pods.get_or_create(&[("state", state)]).set(i64::try_from(number).unwrap_or(i64::MAX));
+        };
+        count("wanted", progress.wanted);
+        count("attached", progress.attached);
+        count("failing", progress.failing);
+        self.metrics.cilium_bound.set(i64::from(progress.bound == Some(true)));
+        let readiness = &self.endpoints.readiness;
+        readiness.turn(now);
+        readiness.set(conditions(&self.watches, &progress, self.planned, now));
+        let ready = i64::from(readiness.is_ready());
+        if self.metrics.ready.set(ready) != ready {
+            tracing::info!(ready = ready == 1, "readiness changed");
+        }
+    }
+}
+
+/// The ring is read by a task of its own, because waiting for it can fail and must then pause.
+fn follow_flows(mut events: Events) -> mpsc::Receiver<FlowEvent> {
+    let (out, flows) = mpsc::channel(1024);
+    drop(tokio::task::spawn_local(async move {
+        loop {
+            match events.next().await {
+                Ok(event) => {
+                    if out.send(event).await.is_err() {
+                        return;
+                    }
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "cannot read the program's events; trying again");
+                    tokio::time::sleep(Duration::from_secs(5)).await;
+                }
+            }
+        }
+    }));
+    flows
+}
+
+/// What an operator wants to find in the log of a bad night: what was guarded when, and what each backend was seen as.
+fn log_changes(before: &Desired, now: &Desired) {
+    for (address, service) in &now.services {
+        if before.services.get(address) != Some(service) {
+            tracing::info!(egress = %service.egress, address = %address.address, port = address.port, mode = ?service.mode,
+                "guarding the Service");
+        }
+    }
+    for (address, service) in before.services.iter().filter(|(address, _)| !now.services.contains_key(address)) {
+        tracing::info!(egress = %service.egress, address = %address.address, "not guarding the Service any more");
+    }
+    for (address, mark) in &now.marks {
+        let earlier = before.marks.get(address);
+        if earlier.is_none_or(|earlier| earlier.state != mark.state || earlier.egress != mark.egress) {
+            let was = earlier.map(|earlier| earlier.state);
+            if mark.state == MarkState::Ready && was.is_none() {
+                tracing::debug!(egress = %mark.egress, backend = %address, "backend is ready");
+            } else {
+                tracing::info!(egress = %mark.egress, backend = %address, state = ?mark.state, ?was, keep = ?mark.keep,
+                    "backend changed");
+            }
+        }
+    }
+    for (address, mark) in before.marks.iter().filter(|(address, _)| !now.marks.contains_key(address)) {
+        tracing::debug!(egress = %mark.egress, backend = %address, "backend forgotten");
+    }
+}
