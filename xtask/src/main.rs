@@ -1,5 +1,7 @@
 //! Every developer verb: `cargo xtask --help` lists them.
 
+mod image;
+mod libraries;
 mod lint;
 mod machine;
 mod process;
@@ -33,6 +35,8 @@ enum Verb {
     Test(test::Options),
     /// Boot guests with Debian's kernels 6.1 and 6.12 and run tests in them, with FoU as the kernel makes it (root)
     Vm(vm::Options),
+    /// Build the container image from what is on this machine, and run it once
+    Image(image::Options),
     /// Show a flow stuck on a leaving egress pod, and the same flow with the guard (root)
     Demo(programs::Arguments),
     /// Measure the datapath, the cutover and the agent (root)
@@ -49,6 +53,7 @@ fn main() -> ExitCode {
         Verb::Lint => lint::run_verb(),
         Verb::Test(options) => test::run_verb(&options),
         Verb::Vm(options) => vm::run_verb(&options),
+        Verb::Image(options) => image::run_verb(&options),
         Verb::Demo(arguments) => programs::demo(&arguments),
         Verb::Bench(arguments) => programs::bench(&arguments),
     };

@@ -114,6 +114,7 @@ fn job(binary: &TestBinary, test: &str, name: String, series: &str) -> Job {
         command: [program.as_str()].iter().chain(&arguments).map(|&word| word.to_owned()).collect(),
         environment: vec![
             ("COIL_GUARD_BINARY".to_owned(), agent),
+            ("COIL_GUARD_REQUIRE_LAB".to_owned(), "1".to_owned()),
             ("COIL_GUARD_VM_KERNEL".to_owned(), series.to_owned()),
         ],
         limit: TEST_LIMIT.as_secs(),

@@ -60,7 +60,7 @@ fn run_one(run: &Run, binary: &TestBinary, name: &str) -> Result<(Outcome, Strin
     command.args(["--mount-proc", "--"]).arg(&binary.path);
     command.args(["--exact", name, "--nocapture", "--test-threads=1"]);
     binary.place(&mut command);
-    command.env("COIL_GUARD_BINARY", &run.agent).stdin(Stdio::null());
+    command.env("COIL_GUARD_BINARY", &run.agent).env("COIL_GUARD_REQUIRE_LAB", "1").stdin(Stdio::null());
     let began = Instant::now();
     let output = command.output().with_context(|| format!("cannot run {}", binary.path.display()))?;
     let took = began.elapsed();

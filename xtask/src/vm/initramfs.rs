@@ -14,8 +14,9 @@ use super::{
     kernel::Kernel,
 };
 use crate::{
+    libraries,
     machine::find_program,
-    process::{capture, run, succeeds},
+    process::{run, succeeds},
 };
 
 /// Programs that tests may run, and the Debian packages that have them. busybox comes under its own name only: its applets would shadow the real ones.
@@ -52,7 +53,7 @@ pub(crate) fn base(kernel: &Kernel) -> Result<Vec<u8>> {
     for (program, _) in PROGRAMS {
         let path = find(program)?;
         archive.file(&Path::new("/usr/bin").join(program), EXECUTABLE, &read(&path)?);
-        libraries(&mut archive, &path)?;
+        add_libraries(&mut archive, &path)?;
     }
     let busybox = find("busybox")?;
     archive.file(Path::new("/bin/sh"), EXECUTABLE, &read(&busybox)?);
@@ -73,11 +74,11 @@ pub(crate) fn tests(jobs: &[Job], binaries: &[(PathBuf, String)], scratch: &Path
     let init = env::current_exe().context("cannot tell where this program is")?;
     let stripped = strip(&init, scratch)?;
     archive.file(Path::new("/init"), EXECUTABLE, &read(&stripped)?);
-    libraries(&mut archive, &init)?;
+    add_libraries(&mut archive, &init)?;
     for (path, name) in binaries {
         let stripped = strip(path, scratch)?;
         archive.file(&Path::new(guest::BINARIES).join(name), EXECUTABLE, &read(&stripped)?);
-        libraries(&mut archive, path)?;
+        add_libraries(&mut archive, path)?;
     }
     archive.file(Path::new(guest::JOBS), DATA, &serde_json::to_vec(jobs)?);
     Ok(archive.finish())
@@ -95,17 +96,11 @@ fn strip(binary: &Path, scratch: &Path) -> Result<PathBuf> {
     Ok(stripped)
 }
 
-fn libraries(archive: &mut Archive, binary: &Path) -> Result<()> {
-    // ldd fails for a static program, which needs nothing.
-    let Ok(listed) = capture(Command::new("ldd").arg(binary)) else { return Ok(()) };
-    for library in parse_ldd(&listed) {
-        archive.file(Path::new(library), EXECUTABLE, &read(Path::new(library))?);
+fn add_libraries(archive: &mut Archive, binary: &Path) -> Result<()> {
+    for library in libraries::of(binary) {
+        archive.file(&library, EXECUTABLE, &read(&library)?);
     }
     Ok(())
-}
-
-fn parse_ldd(listed: &str) -> Vec<&str> {
-    listed.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/'))).collect()
 }
 
 fn find(program: &str) -> Result<PathBuf> {
@@ -114,16 +109,4 @@ fn find(program: &str) -> Result<PathBuf> {
 
 fn read(path: &Path) -> Result<Vec<u8>> {
     fs::read(path).with_context(|| format!("cannot read {}", path.display()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::parse_ldd;
-
-    #[test]
-    fn libraries_and_the_loader_are_read_from_ldd() {
-        let listed = "\tlinux-vdso.so.1 (0x1)\n\tlibc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x2)\n\
-                      \t/lib64/ld-linux-x86-64.so.2 (0x3)\n";
-        assert_eq!(parse_ldd(listed), ["/lib/x86_64-linux-gnu/libc.so.6", "/lib64/ld-linux-x86-64.so.2"]);
-    }
 }
