@@ -8,65 +8,15 @@ use std::{net::IpAddr, time::Duration};
 
 use anyhow::{Context as _, Result};
 use coil_guard_common::cilium::{
-    AFFINITY_MATCH, AffinityMatchKey, Backend4, Backend6, ReverseNat4, ReverseNat6, SERVICE_FLAG_AFFINITY,
-    Service, ServiceKey4, ServiceKey6,
+    AFFINITY_MATCH, Backend4, Backend6, ReverseNat4, ReverseNat6, Service, ServiceKey4, ServiceKey6,
 };
 
 use super::{
-    maps::{CiliumMaps, IpFamily},
+    maps::CiliumMaps,
+    plan::{Backend, BackendState, Endpoint, ServiceId, ServicePlan},
     raw_map::RawMap,
     version::{CiliumVersion, MatchPolicy},
 };
-
-/// Backend state, as its byte in the backends map.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub enum BackendState {
-    /// Takes new flows.
-    Active = 0,
-    /// Its pod is terminating.
-    Terminating = 1,
-    /// Failed a health check.
-    Quarantined = 2,
-    /// Not ready.
-    Maintenance = 3,
-}
-
-/// A service of one family; an index into [`ControlPlane::services`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ServiceId(pub usize);
-
-/// A backend as the agent knows it.
-#[derive(Clone, Debug)]
-pub struct Backend {
-    /// Key in the backends map; unique over both families.
-    pub id: u32,
-    /// Pod address.
-    pub address: IpAddr,
-    /// Port, host order.
-    pub port: u16,
-    /// State.
-    pub state: BackendState,
-}
-
-/// A service of one family as the agent knows it.
-#[derive(Clone, Debug)]
-pub struct ServicePlan {
-    /// ClusterIP.
-    pub address: IpAddr,
-    /// Port, host order.
-    pub port: u16,
-    /// rev_nat_index, host order.
-    pub rev_nat: u16,
-    /// ClientIP affinity and its timeout.
-    pub affinity: Option<Duration>,
-    /// Backends, by id.
-    pub backends: Vec<Backend>,
-    /// What becomes of the match of a terminating backend.
-    pub match_policy: MatchPolicy,
-    removed: Vec<Backend>,
-    written_slots: u16,
-}
 
 /// The agent's side of the service maps.
 #[derive(Debug)]
@@ -118,7 +68,13 @@ impl ControlPlane {
     pub fn add_backend(&mut self, service: ServiceId, address: IpAddr, port: u16) -> u32 {
         let id = self.next_backend;
         self.next_backend += 1;
-        self.services[service.0].backends.push(Backend { id, address, port, state: BackendState::Active });
+        self.services[service.0].backends.push(Backend {
+            id,
+            address,
+            port,
+            state: BackendState::Active,
+            serving: true,
+        });
         id
     }
 
@@ -152,6 +108,38 @@ impl ControlPlane {
     pub fn set_state(&mut self, service: ServiceId, id: u32, state: BackendState) -> Result<()> {
         self.backend_mut(service, id)?.state = state;
         Ok(())
+    }
+
+    /// Plans what this version's agent makes of an endpoint's conditions. One that comes back after it was removed gets
+    /// another id.
+    pub fn set_endpoint(&mut self, service: ServiceId, address: IpAddr, port: u16, endpoint: Endpoint) {
+        let outcome = endpoint.outcome(self.version);
+        let sticky = self.version.minor() <= 17;
+        let backends = &mut self.services[service.0].backends;
+        let position = backends.iter().position(|backend| backend.address == address);
+        match (position, outcome) {
+            (Some(index), Some(state)) => {
+                let backend = &mut backends[index];
+                // Up to 1.17 a backend that once terminated does not become active again while it exists.
+                if !(sticky && backend.state == BackendState::Terminating) {
+                    backend.state = state;
+                }
+                backend.serving = endpoint != Endpoint::TerminatingNotServing;
+            }
+            (Some(index), None) => {
+                let backend = backends.remove(index);
+                self.services[service.0].removed.push(backend);
+            }
+            (None, Some(state)) => {
+                let id = self.add_backend(service, address, port);
+                if let Some(backend) =
+                    self.services[service.0].backends.iter_mut().find(|backend| backend.id == id)
+                {
+                    backend.state = state;
+                }
+            }
+            (None, None) => {}
+        }
     }
 
     /// Plans the removal of a backend: its endpoint has left the slices.
@@ -211,7 +199,7 @@ impl ControlPlane {
     pub fn write_slots(&mut self, maps: &CiliumMaps, service: ServiceId) -> Result<()> {
         let plan = self.service(service);
         let map = maps.get(plan.family().names().services)?;
-        let (selectable, others) = self.slots(plan);
+        let (selectable, others) = plan.slots();
         let total = (selectable.len() + others.len()) as u16;
         for (index, id) in selectable.iter().chain(&others).enumerate() {
             // Up to 1.16 only the master has flags, 1.17 marks what is not selected, and later the master's are repeated.
@@ -244,15 +232,15 @@ impl ControlPlane {
     /// When a map is missing or refuses.
     pub fn write_master(&self, maps: &CiliumMaps, service: ServiceId) -> Result<()> {
         let plan = self.service(service);
-        let (selectable, others) = self.slots(plan);
+        let (selectable, others) = plan.slots();
         let reverse = maps.get(plan.family().reverse_nat())?;
         let (index, port) = (plan.rev_nat.to_be_bytes(), plan.port.to_be_bytes());
         match plan.address {
             IpAddr::V4(address) => {
-                reverse.insert(&index, &ReverseNat4 { address: address.octets(), port })?
+                reverse.insert(&index, &ReverseNat4 { address: address.octets(), port })?;
             }
             IpAddr::V6(address) => {
-                reverse.insert(&index, &ReverseNat6 { address: address.octets(), port })?
+                reverse.insert(&index, &ReverseNat6 { address: address.octets(), port })?;
             }
         }
         let value = Service {
@@ -330,20 +318,6 @@ impl ControlPlane {
         self.delete_removed(maps, service)
     }
 
-    /// Ids in slots 1 to count, and behind them.
-    fn slots(&self, plan: &ServicePlan) -> (Vec<u32>, Vec<u32>) {
-        let in_state = |state| plan.backends.iter().filter(move |b| b.state == state).map(|b| b.id);
-        let active: Vec<_> = in_state(BackendState::Active).collect();
-        let leaving: Vec<_> =
-            in_state(BackendState::Terminating).chain(in_state(BackendState::Quarantined)).collect();
-        if active.is_empty() {
-            // Better a pod that terminates than none.
-            let terminating: Vec<_> = in_state(BackendState::Terminating).collect();
-            return (terminating, in_state(BackendState::Quarantined).collect());
-        }
-        (active, leaving)
-    }
-
     fn write_backend(&self, map: &RawMap, backend: &Backend) -> Result<()> {
         let port = backend.port.to_be_bytes();
         let proto = if self.service_protocol == UDP { UDP } else { 0 };
@@ -396,21 +370,5 @@ impl ControlPlane {
     fn backend_mut(&mut self, service: ServiceId, id: u32) -> Result<&mut Backend> {
         let backend = self.services[service.0].backends.iter_mut().find(|backend| backend.id == id);
         backend.with_context(|| format!("service {service:?} has no backend {id}"))
-    }
-}
-
-impl ServicePlan {
-    /// Family of its address.
-    #[must_use]
-    pub fn family(&self) -> IpFamily {
-        if self.address.is_ipv4() { IpFamily::V4 } else { IpFamily::V6 }
-    }
-
-    fn master_flags(&self) -> u8 {
-        if self.affinity.is_some() { SERVICE_FLAG_AFFINITY } else { 0 }
-    }
-
-    fn match_key(&self, backend_id: u32) -> AffinityMatchKey {
-        AffinityMatchKey { backend_id, rev_nat_index: self.rev_nat.to_be_bytes(), pad: [0; 2] }
     }
 }

@@ -3,13 +3,15 @@
 pub mod control_plane;
 pub mod maps;
 pub mod model;
+pub mod plan;
 pub mod raw_map;
 pub mod version;
 
 pub use self::{
-    control_plane::{BackendState, ControlPlane, ServiceId},
+    control_plane::ControlPlane,
     maps::{Change, CiliumMaps, Dump, IpFamily, MapOptions, hex},
     model::{AttachKind, Model, Policy},
+    plan::{BackendState, Endpoint, ServiceId},
     raw_map::{Expect, MapKind, MapShape, RawMap},
     version::{CiliumVersion, DEFAULT_AFFINITY, MatchPolicy},
 };

@@ -215,7 +215,7 @@ impl Run {
                 );
             }
             // Counting takes a lock, so not for every packet.
-            if sequence >= self.spec.window && sequence % (self.spec.window / 4).max(1) == 0 {
+            if sequence >= self.spec.window && sequence.is_multiple_of((self.spec.window / 4).max(1)) {
                 let floor = sequence - self.spec.window;
                 // What is lost never arrives: go on after a moment.
                 self.log.wait(Duration::from_millis(20), |state| arrivals(state, self.number) > floor);

@@ -32,7 +32,8 @@ pub use self::{
 };
 use crate::{
     cilium::{
-        AttachKind, BackendState, CiliumMaps, ControlPlane, Dump, IpFamily, MapOptions, Model, ServiceId,
+        AttachKind, BackendState, CiliumMaps, ControlPlane, Dump, Endpoint, IpFamily, MapOptions, Model,
+        ServiceId,
     },
     fou::{
         FOU_PORT, InnerPacket, Outer, Place, Receiver, ReplyMode, Stream, StreamSpec, TrafficLog,
@@ -169,6 +170,20 @@ impl Lab {
         self.known_backend(index)?
             .into_iter()
             .try_for_each(|(service, id)| self.control.set_state(service, id, state))
+    }
+
+    /// Sets the endpoint conditions of an egress pod: every service and family gets what the agent of this version makes
+    /// of them. Unlike [`Self::set_backend`] it may remove the backend, or bring it back under another id.
+    ///
+    /// # Errors
+    ///
+    /// When a map refuses.
+    pub fn set_endpoint(&mut self, index: usize, endpoint: Endpoint) -> Result<()> {
+        for family in self.options.families.clone() {
+            let (service, address) = (self.service_id(family), self.backend(index).address(family));
+            self.control.set_endpoint(service, address, self.options.backend_port, endpoint);
+        }
+        self.control.sync(&self.maps)
     }
 
     /// Removes an egress pod from every service, as when its endpoint has left the slices. Its network stays.
