@@ -14,5 +14,6 @@ pub use self::{
     inspect::{Attachments, UdpErrors, attachments},
     isolated::{Paths, isolated, lab_test},
     namespace::Namespace,
+    netlink::Netlink,
     topology::{Pod, PodRole, Topology},
 };
