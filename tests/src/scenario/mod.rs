@@ -4,6 +4,7 @@
 //! [`Scenario::terminate`] tells both, [`Scenario::cluster`] and [`Scenario::lab`] one.
 
 mod agent;
+pub mod check;
 
 use std::time::Duration;
 
@@ -338,6 +339,22 @@ impl Scenario {
             Ok(match mark {
                 Some(mark) if mark.state == state => Ok(()),
                 other => Err(format!("{other:?}")),
+            })
+        });
+        self.explain(found)
+    }
+
+    /// Waits until a backend counts as gone: marked so, or without a mark.
+    ///
+    /// # Errors
+    ///
+    /// When it does not in time.
+    pub fn wait_mark_gone_or_absent(&self, index: usize) -> Result<()> {
+        let address = self.lab.backend(index).address(self.lab.families()[0]);
+        let found = eventually(&format!("end of {address}"), self.patience(), || {
+            Ok(match marks::read(address)? {
+                Some(mark) if mark.state != coil_guard_common::abi::mark::GONE => Err(format!("{mark:?}")),
+                _ => Ok(()),
             })
         });
         self.explain(found)
