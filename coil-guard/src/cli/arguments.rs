@@ -58,7 +58,12 @@ pub struct NodeArguments {
     pub fou_port: u16,
 
     /// Directory in which Cilium pins its maps
-    #[arg(long, env = "COIL_GUARD_CILIUM_MAPS", value_name = "DIRECTORY", default_value = "/sys/fs/bpf/tc/globals")]
+    #[arg(
+        long,
+        env = "COIL_GUARD_CILIUM_MAPS",
+        value_name = "DIRECTORY",
+        default_value = "/sys/fs/bpf/tc/globals"
+    )]
     pub cilium_maps: PathBuf,
 
     /// Directory in which the container runtime keeps the pods' network namespaces
@@ -66,11 +71,23 @@ pub struct NodeArguments {
     pub netns_dir: PathBuf,
 
     /// Directory for the guard's own pins, on a bpffs; made if missing
-    #[arg(long, env = "COIL_GUARD_PIN_DIR", value_name = "DIRECTORY", default_value = "/sys/fs/bpf/coil-guard")]
+    #[arg(
+        long,
+        env = "COIL_GUARD_PIN_DIR",
+        value_name = "DIRECTORY",
+        default_value = "/sys/fs/bpf/coil-guard"
+    )]
     pub pin_dir: PathBuf,
 
     /// How to attach: auto takes TCX where the kernel has it (6.6 and later) and clsact elsewhere
-    #[arg(long, env = "COIL_GUARD_ATTACH", value_name = "KIND", value_enum, default_value = "auto", hide_possible_values = false)]
+    #[arg(
+        long,
+        env = "COIL_GUARD_ATTACH",
+        value_name = "KIND",
+        value_enum,
+        default_value = "auto",
+        hide_possible_values = false
+    )]
     pub attach: Attach,
 }
 
@@ -148,13 +165,23 @@ pub(crate) struct PolicyArguments {
 #[command(next_help_heading = "Endpoints")]
 pub(crate) struct EndpointArguments {
     /// Address of /metrics; an empty value leaves it out
-    #[arg(long, env = "COIL_GUARD_METRICS_ADDRESS", value_name = "ADDRESS:PORT", default_value = "0.0.0.0:9397")]
+    #[arg(
+        long,
+        env = "COIL_GUARD_METRICS_ADDRESS",
+        value_name = "ADDRESS:PORT",
+        default_value = "0.0.0.0:9397"
+    )]
     metrics_address: Address,
 
     /// Address of /livez, /readyz and /log-level; an empty value leaves it out
     ///
     /// Whoever can reach it can change the log level, so keep it on the loopback interface.
-    #[arg(long, env = "COIL_GUARD_HEALTH_ADDRESS", value_name = "ADDRESS:PORT", default_value = "127.0.0.1:9398")]
+    #[arg(
+        long,
+        env = "COIL_GUARD_HEALTH_ADDRESS",
+        value_name = "ADDRESS:PORT",
+        default_value = "127.0.0.1:9398"
+    )]
     health_address: Address,
 }
 
@@ -289,6 +316,9 @@ pub struct CleanupArguments {
     /// Where things are.
     #[command(flatten)]
     pub node: NodeArguments,
+    /// When everything is removed, stay until SIGTERM instead of ending: a DaemonSet's pods have to stay
+    #[arg(long)]
+    pub stay: bool,
 }
 
 #[cfg(test)]

@@ -6,7 +6,12 @@ mod values;
 
 use std::process::ExitCode;
 
-pub use arguments::{ApiArguments, CleanupArguments, Cli, Command, NodeArguments, RunArguments, StatusArguments};
+use anyhow::Context as _;
+pub use arguments::{
+    ApiArguments, CleanupArguments, Cli, Command, NodeArguments, RunArguments, StatusArguments,
+};
+
+use nix::sys::signal::{SigSet, Signal};
 
 use crate::{
     datapath::{self, Options, Snapshot},
@@ -43,7 +48,18 @@ pub fn execute(cli: &Cli) -> anyhow::Result<ExitCode> {
             if cleanup.removed.is_empty() {
                 println!("nothing of coil-guard's on this node");
             }
+            if arguments.stay {
+                wait_for_the_end()?;
+            }
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Blocks until SIGTERM or SIGINT. A handler is needed: the first process of a container ignores signals without one.
+fn wait_for_the_end() -> anyhow::Result<()> {
+    let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
+    signals.thread_block().context("cannot block signals")?;
+    signals.wait().context("cannot wait for a signal")?;
+    Ok(())
 }

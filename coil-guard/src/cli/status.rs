@@ -47,7 +47,7 @@ fn keeps(mark: &MarkSnapshot, now: Monotonic) -> String {
 pub(super) fn text(snapshot: &Snapshot) -> String {
     let mut out = String::new();
     // Writing to a String cannot fail.
-    drop(write_text(&mut out, snapshot));
+    let _ = write_text(&mut out, snapshot);
     out
 }
 
@@ -57,7 +57,9 @@ fn write_text(out: &mut String, snapshot: &Snapshot) -> std::fmt::Result {
         return writeln!(out, "Nothing is guarded on this node.");
     }
     match snapshot.heartbeat_until {
-        Some(until) if until > now => writeln!(out, "Agent: its word counts for another {}", seconds(until.since(now)))?,
+        Some(until) if until > now => {
+            writeln!(out, "Agent: its word counts for another {}", seconds(until.since(now)))?
+        }
         Some(until) => writeln!(
             out,
             "Agent: silent, its word ended {} ago (not running, or a watch is lost): Cilium's state alone guards",
@@ -77,7 +79,10 @@ fn write_text(out: &mut String, snapshot: &Snapshot) -> std::fmt::Result {
         writeln!(out, "  {address}  {state} since {since}, {}", keeps(mark, now))?;
         if let Some(drain) = snapshot.drains.get(address).filter(|drain| drain.started > 0) {
             let (flows, started, ended, cut) = (drain.flows, drain.started, drain.ended, drain.cut);
-            writeln!(out, "    drained flows: {flows} now, {started} ever, {ended} ended by themselves, {cut} cut")?;
+            writeln!(
+                out,
+                "    drained flows: {flows} now, {started} ever, {ended} ended by themselves, {cut} cut"
+            )?;
         }
     }
     writeln!(out, "\nAttached pods: {}", snapshot.pods.len())?;
@@ -87,7 +92,10 @@ fn write_text(out: &mut String, snapshot: &Snapshot) -> std::fmt::Result {
         let attachment = format!("{:?}", pod.attachment).to_lowercase();
         writeln!(out, "  {name}  {}  {attachment}, guarded since {since} ({uid})", addresses.join(" "))?;
         if pod.ports_overlap {
-            writeln!(out, "    its ephemeral ports overlap the drain ports: with fouSourcePortAuto it is reset, not drained")?;
+            writeln!(
+                out,
+                "    its ephemeral ports overlap the drain ports: with fouSourcePortAuto it is reset, not drained"
+            )?;
         }
     }
     writeln!(out, "\nCilium's maps in use: {}", snapshot.bindings.len())?;

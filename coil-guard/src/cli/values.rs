@@ -59,7 +59,8 @@ impl From<Attach> for AttachKind {
 }
 
 pub(super) fn duration(text: &str) -> Result<Duration, String> {
-    humantime::parse_duration(text).map_err(|error| format!("a duration such as 5s, 90s or 10m is expected: {error}"))
+    humantime::parse_duration(text)
+        .map_err(|error| format!("a duration such as 5s, 90s or 10m is expected: {error}"))
 }
 
 pub(super) fn not_ready_after(text: &str) -> Result<NotReadyAfter, String> {

@@ -46,6 +46,17 @@ impl Kind {
         }
     }
 
+    /// Kind of its objects.
+    #[must_use]
+    pub const fn object(self) -> &'static str {
+        match self {
+            Self::Egress => "Egress",
+            Self::Service => "Service",
+            Self::EndpointSlice => "EndpointSlice",
+            Self::EgressPod | Self::LocalPod => "Pod",
+        }
+    }
+
     /// Path of the collection over all namespaces.
     #[must_use]
     pub const fn path(self) -> &'static str {

@@ -1,6 +1,7 @@
 //! Objects as text, so that one that does not fit its type is skipped alone and not with the whole list.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ListMeta;
+use kube::core::Status;
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::value::RawValue;
 
@@ -11,6 +12,29 @@ use crate::index::{Malformed, ObjectName};
 #[derive(Clone, Debug, Deserialize)]
 #[serde(transparent)]
 pub(super) struct Raw(Box<RawValue>);
+
+/// An event of a watch.
+#[derive(Debug, Deserialize)]
+pub(super) struct RawEvent {
+    #[serde(rename = "type")]
+    pub(super) kind: EventKind,
+    pub(super) object: Raw,
+}
+
+/// What an event says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "UPPERCASE")]
+pub(super) enum EventKind {
+    /// The object is now this.
+    #[serde(alias = "MODIFIED")]
+    Added,
+    /// It was this, and is no more.
+    Deleted,
+    /// Only a version.
+    Bookmark,
+    /// The watch is over; the object is a Status.
+    Error,
+}
 
 /// A page of a list.
 #[derive(Debug, Deserialize)]
@@ -46,6 +70,15 @@ pub(super) struct Read<T> {
 }
 
 impl Raw {
+    pub(super) fn resource_version(&self) -> Option<String> {
+        serde_json::from_str::<Identity>(self.0.get()).ok()?.metadata.resource_version
+    }
+
+    pub(super) fn status(&self) -> Status {
+        serde_json::from_str(self.0.get())
+            .unwrap_or_else(|_| Status::failure(&format!("not a Status: {}", self.0.get()), "Unknown"))
+    }
+
     pub(super) fn read<K: Watched>(&self, fou_port: u16) -> Read<K::Object> {
         let identity: Identity = serde_json::from_str(self.0.get()).unwrap_or_default();
         let name = ObjectName {
@@ -54,7 +87,7 @@ impl Raw {
         };
         let object = decode::<K::Api>(self.0.get())
             .map_err(|(field, problem)| Malformed {
-                kind: K::KIND.resource(),
+                kind: K::KIND.object(),
                 namespace: name.namespace.clone(),
                 name: name.name.clone(),
                 field,
@@ -86,8 +119,21 @@ mod tests {
         let object = raw(r#"{"metadata":{"namespace":"net","name":"nat","resourceVersion":"7"},"spec":{"ports":"many"}}"#);
         let read = object.read::<ServiceWatch>(5555);
         let error = read.object.unwrap_err().to_string();
-        assert!(error.starts_with("services net/nat is skipped: spec.ports: invalid type"), "{error}");
+        assert!(error.starts_with("Service net/nat is skipped: spec.ports: invalid type"), "{error}");
         assert_eq!(read.resource_version.as_deref(), Some("7"));
+    }
+
+    #[test]
+    fn events_are_read_in_any_order_of_fields() {
+        for text in [r#"{"type":"MODIFIED","object":{"a":1}}"#, r#"{"object":{"a":1},"type":"MODIFIED"}"#] {
+            assert_eq!(serde_json::from_str::<RawEvent>(text).unwrap().kind, EventKind::Added);
+        }
+        let text = r#"{"object":{"kind":"Status","code":410,"message":"too old"},"type":"ERROR"}"#;
+        let event: RawEvent = serde_json::from_str(text).unwrap();
+        assert_eq!((event.kind, event.object.status().code), (EventKind::Error, 410));
+        let text = r#"{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"9"}}}"#;
+        let event: RawEvent = serde_json::from_str(text).unwrap();
+        assert_eq!((event.kind, event.object.resource_version().as_deref()), (EventKind::Bookmark, Some("9")));
     }
 
     #[test]

@@ -6,11 +6,11 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
-use futures::TryStreamExt as _;
+use futures::{AsyncBufReadExt as _, TryStreamExt as _};
 use kube::{
     Client,
     core::{
-        Request, WatchEvent,
+        Request,
         params::{ListParams, WatchParams},
     },
 };
@@ -20,7 +20,7 @@ use super::{
     Health, Message, Node,
     backoff::Backoff,
     kinds::Watched,
-    raw::{Raw, RawList},
+    raw::{EventKind, RawEvent, RawList},
 };
 use crate::{
     clock::Monotonic,
@@ -144,8 +144,8 @@ impl<K: Watched> Watch<K> {
             Ok(request) => request,
             Err(error) => return Ended::Failed(error.to_string()),
         };
-        let stream = match timeout(REQUEST, self.client.request_events::<Raw>(request)).await {
-            Ok(Ok(stream)) => stream,
+        let stream = match timeout(REQUEST, self.client.request_stream(request)).await {
+            Ok(Ok(stream)) => stream.lines(),
             Ok(Err(error)) => return failed::<K>("watch", &error),
             Err(_) => return Ended::Failed(format!("cannot watch {}: no answer within 30 s", K::KIND.resource())),
         };
@@ -154,38 +154,49 @@ impl<K: Watched> Watch<K> {
         }
         let mut stream = std::pin::pin!(stream);
         loop {
-            let event = match timeout(SILENCE, stream.try_next()).await {
-                Ok(Ok(Some(event))) => event,
+            let line = match timeout(SILENCE, stream.try_next()).await {
+                Ok(Ok(Some(line))) => line,
                 Ok(Ok(None)) => return Ended::Closed,
-                Ok(Err(error)) => return failed::<K>("watch", &error),
+                // However the connection broke, what was received is whole lines: go on after them.
+                Ok(Err(error)) => {
+                    return Ended::Failed(format!("the watch of {} broke: {}", K::KIND.resource(), chain(&error)));
+                }
                 Err(_) => {
                     return Ended::Failed(format!("the watch of {} was silent for 100 s", K::KIND.resource()));
                 }
             };
+            let event = match serde_json::from_str::<RawEvent>(&line) {
+                Ok(event) => event,
+                // The last line of a connection that was cut.
+                Err(error) if error.is_eof() => return Ended::Closed,
+                Err(error) => {
+                    // Which object it was about is not known, so everything is listed anew.
+                    self.version = None;
+                    return Ended::Failed(format!("the watch of {} sent no event: {error}", K::KIND.resource()));
+                }
+            };
             backoff.reset();
-            if let Err(ended) = self.take(event).await {
+            if let Err(ended) = self.take(&event).await {
                 return ended;
             }
         }
     }
 
-    async fn take(&mut self, event: WatchEvent<Raw>) -> Result<(), Ended> {
-        let (raw, deleted) = match event {
-            WatchEvent::Added(raw) | WatchEvent::Modified(raw) => (raw, false),
-            WatchEvent::Deleted(raw) => (raw, true),
-            WatchEvent::Bookmark(bookmark) => {
-                self.version = Some(bookmark.metadata.resource_version);
-                return Ok(());
-            }
-            WatchEvent::Error(status) => return Err(failed::<K>("watch", &kube::Error::Api(status))),
-        };
-        let read = raw.read::<K>(self.node.fou_port);
+    async fn take(&mut self, event: &RawEvent) -> Result<(), Ended> {
+        if event.kind == EventKind::Error {
+            return Err(failed::<K>("watch", &kube::Error::Api(Box::new(event.object.status()))));
+        }
+        if event.kind == EventKind::Bookmark {
+            self.version = event.object.resource_version().or_else(|| self.version.take());
+            return Ok(());
+        }
+        let read = event.object.read::<K>(self.node.fou_port);
         if let Some(version) = read.resource_version {
             self.version = Some(version);
         }
         match read.object {
             // A deletion counts whatever the object looks like.
-            _ if deleted => self.change(Change::Delete(read.name)).await,
+            _ if event.kind == EventKind::Deleted => self.change(Change::Delete(read.name)).await,
             Ok(Some(object)) => self.change(Change::Apply(read.name, object)).await,
             Ok(None) => self.change(Change::Delete(read.name)).await,
             Err(malformed) => self.send(Message::Malformed(K::KIND, malformed)).await,
