@@ -148,27 +148,25 @@ pub(crate) fn attach_clsact(
     }
     let mut netlink = Netlink::open().map_err(io_error("open a netlink socket"))?;
     let filters = netlink.egress_filters(index).map_err(io_error("list filters"))?;
-    match filters.iter().find(|filter| is_our_place(filter)) {
-        Some(filter) if filter.is_ours() => {
-            let id = program
-                .attach_to_link(filter_link(interface)?)
-                .map_err(program_error("replace the filter"))?;
-            forget(program, id)?;
-            Ok(true)
-        }
-        Some(filter) => {
-            let found = filter.program.as_ref().map_or("not a BPF filter", |(name, _)| name).to_owned();
-            Err(AttachError::FilterTaken { interface: interface.to_owned(), found })
-        }
-        None => {
-            let options = NlOptions { priority: PRIORITY, handle: TcHandle::from(HANDLE), classid: None };
-            let id = program
-                .attach_with_options(interface, TcAttachType::Egress, TcAttachOptions::Netlink(options))
-                .map_err(program_error("attach a clsact filter"))?;
-            forget(program, id)?;
-            Ok(false)
-        }
+    if filters.iter().any(|filter| is_our_place(filter) && filter.is_ours()) {
+        let id =
+            program.attach_to_link(filter_link(interface)?).map_err(program_error("replace the filter"))?;
+        forget(program, id)?;
+        return Ok(true);
     }
+    // All filters of one priority are of one kind.
+    let in_the_way =
+        |filter: &&Filter| is_our_place(filter) || filter.priority == PRIORITY && filter.program.is_none();
+    if let Some(filter) = filters.iter().find(in_the_way) {
+        let found = filter.program.as_ref().map_or("not a BPF one", |(name, _)| name).to_owned();
+        return Err(AttachError::FilterTaken { interface: interface.to_owned(), found });
+    }
+    let options = NlOptions { priority: PRIORITY, handle: TcHandle::from(HANDLE), classid: None };
+    let id = program
+        .attach_with_options(interface, TcAttachType::Egress, TcAttachOptions::Netlink(options))
+        .map_err(program_error("attach a clsact filter"))?;
+    forget(program, id)?;
+    Ok(false)
 }
 
 fn add_qdisc(interface: &str) -> Result<(), AttachError> {

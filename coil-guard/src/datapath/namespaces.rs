@@ -16,7 +16,7 @@ use std::{
 
 use nix::{
     sched::{CloneFlags, setns},
-    sys::statfs::{NSFS_MAGIC, fstatfs},
+    sys::statfs::{NSFS_MAGIC, PROC_SUPER_MAGIC, fstatfs, statfs},
 };
 
 use super::netlink::{Address, Netlink};
@@ -121,17 +121,20 @@ impl Namespaces {
 
     fn files(&self) -> Result<Vec<(u64, PathBuf)>, NamespaceError> {
         let failed = |source| NamespaceError::Directory { directory: self.directory.clone(), source };
-        let mut files = Vec::new();
+        // In a procfs each process shows its namespace; by the first one it is known, and needs CAP_SYS_PTRACE.
+        let by_process = statfs(&self.directory).is_ok_and(|stat| stat.filesystem_type() == PROC_SUPER_MAGIC);
+        let mut files = BTreeMap::new();
         for entry in fs::read_dir(&self.directory).map_err(failed)? {
             let path = entry.map_err(failed)?.path();
+            let path = if by_process { path.join("ns/net") } else { path };
             let Ok(file) = File::open(&path) else { continue };
             let is_namespace = fstatfs(&file).is_ok_and(|stat| stat.filesystem_type() == NSFS_MAGIC);
             let Ok(metadata) = file.metadata() else { continue };
             if is_namespace && self.own != Some(metadata.ino()) {
-                files.push((metadata.ino(), path));
+                files.entry(metadata.ino()).or_insert(path);
             }
         }
-        Ok(files)
+        Ok(files.into_iter().collect())
     }
 
     /// The namespace that holds one of `addresses`, IPv4 first. `taken` says which belong to other pods: during the reuse of
@@ -279,6 +282,32 @@ mod tests {
         let wanted = BTreeSet::from(["10.0.0.2".parse().unwrap()]);
         let text = namespaces(&[(1, "10.0.0.1", true)]).find(&wanted, |_| false).unwrap_err().to_string();
         assert!(text.contains("/n") && text.contains("10.0.0.2"), "{text}");
+    }
+
+    #[test]
+    fn a_procfs_shows_the_namespaces_of_its_processes_once_and_not_our_own() {
+        if !nix::unistd::geteuid().is_root() {
+            eprintln!("skipped: needs root for a process in another network namespace");
+            return;
+        }
+        let mut command = std::process::Command::new("unshare");
+        let mut child = command.args(["--net", "--", "sleep", "60"]).spawn().unwrap();
+        let wanted = PathBuf::from(format!("/proc/{}/ns/net", child.id()));
+        let own = fs::metadata("/proc/self/ns/net").unwrap().ino();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let files = loop {
+            let files = Namespaces::new(Path::new("/proc")).files().unwrap();
+            if files.iter().any(|(_, path)| *path == wanted) || Instant::now() > deadline {
+                break files;
+            }
+            thread::yield_now();
+        };
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(files.iter().any(|(_, path)| *path == wanted), "{wanted:?} is not in {files:?}");
+        assert!(files.iter().all(|(inode, _)| *inode != own), "{files:?}");
+        let inodes: BTreeSet<_> = files.iter().map(|(inode, _)| inode).collect();
+        assert_eq!(inodes.len(), files.len(), "{files:?}");
     }
 
     #[test]

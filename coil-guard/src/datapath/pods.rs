@@ -122,7 +122,8 @@ impl Attacher<'_> {
         }
         let found = self.find(&pod.addresses, taken)?;
         let done = self.attach_afresh(uid, pod, addresses, known, binding, &found);
-        if let Err(PodError::Namespace(_)) = &done {
+        if done.is_err() {
+            // What was read of it earlier may be the reason: an interface made anew has another index.
             self.namespaces.forget(found.inode);
         }
         let done = done?;
