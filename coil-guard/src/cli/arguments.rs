@@ -67,6 +67,9 @@ pub struct NodeArguments {
     pub cilium_maps: PathBuf,
 
     /// Directory in which the container runtime keeps the pods' network namespaces
+    ///
+    /// For a runtime that keeps them nowhere, /proc: they are found by the processes in them, which needs the host's
+    /// process namespace (hostPID) and CAP_SYS_PTRACE.
     #[arg(long, env = "COIL_GUARD_NETNS_DIR", value_name = "DIRECTORY", default_value = "/run/netns")]
     pub netns_dir: PathBuf,
 
