@@ -27,6 +27,7 @@ pub(crate) struct Listener {
 
 impl Listener {
     pub(crate) fn start(shared: Arc<Shared>) -> anyhow::Result<Self> {
+        loopback_up()?;
         let reserved = socket((Ipv4Addr::LOCALHOST, 0).into())?;
         let address = reserved.local_addr()?;
         let directory = tempfile::tempdir().context("a directory for the kubeconfig")?;
@@ -115,6 +116,16 @@ impl Drop for Listener {
     fn drop(&mut self) {
         self.stop();
     }
+}
+
+/// In a fresh network namespace the loopback interface is down, and 127.0.0.1 is nobody's.
+fn loopback_up() -> anyhow::Result<()> {
+    if std::net::UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).is_ok() {
+        return Ok(());
+    }
+    // On a thread of its own: the caller may be in a runtime, and the helper brings its own.
+    let thread = std::thread::spawn(|| crate::net::Netlink::here()?.up("lo"));
+    thread.join().map_err(|_| anyhow::anyhow!("setting lo up panicked"))?.context("127.0.0.1 cannot be used")
 }
 
 fn socket(address: SocketAddr) -> anyhow::Result<TcpSocket> {

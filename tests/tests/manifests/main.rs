@@ -1,0 +1,6 @@
+//! What is in `deploy/`: that it renders, is accepted, asks for no more than is needed, and fits the agent.
+
+mod agent;
+mod observability;
+mod rendering;
+mod rights;
