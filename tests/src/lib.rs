@@ -1,6 +1,7 @@
 //! The lab. See `README.md` beside this crate for what it models and what it does not.
 
 pub mod cilium;
+pub mod demo;
 pub mod fou;
 pub mod kube_api;
 pub mod lab;

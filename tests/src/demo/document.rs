@@ -123,6 +123,8 @@ pub struct Connections {
 pub struct Lane {
     /// Which flows.
     pub flows: String,
+    /// Whether these flows are to stay on a leaving pod.
+    pub stays: bool,
     /// Name of the pod.
     pub backend: String,
     /// Since when the pod is Terminating.
@@ -142,8 +144,6 @@ pub struct Event {
     pub kind: EventKind,
     /// In words.
     pub text: String,
-    /// In few words, for the picture.
-    pub label: String,
 }
 
 /// Kind of an [`Event`].

@@ -65,7 +65,7 @@ pub(super) fn play(options: Options, screen: &Screen) -> Result<Scene> {
 
     let (old, new) = (scenario.lab.stream(0, old)?, scenario.lab.stream(0, new)?);
     let log = std::sync::Arc::clone(&scenario.lab.log);
-    let track = |flows: &str, stream| Track { flows: flows.to_owned(), stream };
+    let track = |flows: &str, stream| Track { flows: flows.to_owned(), stays: flows == OLD, stream };
     let tracks = vec![track(OLD, old.number()), track(NEW, new.number())];
     let story = Story::begin(screen, &log, &names, tracks);
     let played =
@@ -110,7 +110,6 @@ fn direct(
     story.note(
         story.start,
         EventKind::Act,
-        "4 drain",
         "4. coil-guard.io/mode=drain: an old connection, and new ones every 8 ms",
     );
     at(1.0);
@@ -121,14 +120,13 @@ fn direct(
     scenario.lab.set_backend(backend, BackendState::Terminating)?;
     let marked = Change { backend, begun, done: now() };
     story.leaving(backend, begun);
-    let text =
-        format!("pod {name}, which all connections use, is marked Terminating (API, then Cilium's maps)");
-    story.note(begun, EventKind::Mark, &format!("{name} Terminating"), &text);
+    let text = format!("pod {name}, which all connections use, is Terminating (API, then Cilium)");
+    story.note(begun, EventKind::Mark, &text);
     if let Some((at, to)) = story.wait_elsewhere(new, backend, begun, patience) {
         let (to, took) = (story.name(to), milliseconds(at - begun));
         let text =
             format!("a new connection is on {to}, {took} ms after the mark; the old one is still on {name}");
-        story.note(at, EventKind::Move, &format!("new ones on {to}, {took} ms"), &text);
+        story.note(at, EventKind::Move, &text);
     }
     scenario.wait_mark(backend, mark::LEAVING)?;
     let seen_by_agent =
@@ -141,7 +139,6 @@ fn direct(
         story.note(
             ended,
             EventKind::End,
-            "old one ends",
             &format!("the old connection ends by itself: its FIN has arrived at {name}"),
         );
     }
@@ -151,7 +148,7 @@ fn direct(
     scenario.cluster.force_delete(&pod)?;
     scenario.lab.remove_backend(backend)?;
     story.gone(backend, gone);
-    story.note(gone, EventKind::End, &format!("{name} gone"), &format!("pod {name} is gone"));
+    story.note(gone, EventKind::End, &format!("pod {name} is gone"));
     at(5.7);
     Ok(Played { marked, seen_by_agent, end: now() })
 }
@@ -195,7 +192,7 @@ fn act(story: &Story<'_>, seen: &Seen<'_>, played: &Played, names: &[String]) ->
         ),
         Check::new("no connection is on two pods", found.torn == 0, format!("{} torn", found.torn)),
         Check::new(
-            "no packet lost or doubled",
+            "nothing lost or doubled",
             tally.sent > 0 && tally.lost + tally.duplicated == 0,
             format!("{} sent, {} lost, {} doubled", tally.sent, tally.lost, tally.duplicated),
         ),

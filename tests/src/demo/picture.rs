@@ -59,11 +59,12 @@ pub fn draw(document: &Document) -> String {
 }
 
 fn legend(out: &mut String, y: f64) {
-    let mut x = RIGHT - 470.0;
+    let mut x = RIGHT - 630.0;
     for (fill, name, width) in [
-        (GOOD, "on a live pod", 120.0),
+        (GOOD, "on a live pod", 115.0),
         (BAD, "on a Terminating pod", 160.0),
-        (LEAVING, "pod Terminating", 130.0),
+        (STAYS, "kept there by drain", 155.0),
+        (LEAVING, "pod Terminating", 125.0),
         (GONE, "gone", 60.0),
     ] {
         rect(out, x, y - 10.0, 12.0, 12.0, fill);
@@ -74,6 +75,7 @@ fn legend(out: &mut String, y: f64) {
 
 const GOOD: &str = "#38a169";
 const BAD: &str = "#e53e3e";
+const STAYS: &str = "#dd9a1f";
 const LEAVING: &str = "#fed7d7";
 const GONE: &str = "#cbd2d9";
 const EMPTY: &str = "#f5f7fa";
@@ -127,7 +129,7 @@ fn draw_lane(out: &mut String, scene: &Scene, lane: &Lane, (bin, x): (f64, &impl
         let height = (LANE - 4.0) * *count as f64 / highest.unwrap_or(1).max(1) as f64;
         // The bar that a mark falls into is drawn in two colours: most of its packets came before.
         let leaving = lane.leaving_from_ms.unwrap_or(f64::MAX).clamp(from, to);
-        for (from, to, fill) in [(from, leaving, GOOD), (leaving, to, BAD)] {
+        for (from, to, fill) in [(from, leaving, GOOD), (leaving, to, if lane.stays { STAYS } else { BAD })] {
             let width = x(to) - x(from) - if to > leaving || leaving == to { 0.8 } else { 0.0 };
             rect(out, x(from), y + LANE - height, width, height, fill);
         }

@@ -27,6 +27,8 @@ use crate::fou::{
 pub(super) struct Track {
     /// Which flows, in a word.
     pub(super) flows: String,
+    /// Whether it should stay on a leaving pod.
+    pub(super) stays: bool,
     /// Number of the stream.
     pub(super) stream: u32,
 }
@@ -104,9 +106,9 @@ impl<'a> Story<'a> {
     }
 
     /// Notes what has happened at this time, now.
-    pub(super) fn note(&self, at: u64, kind: EventKind, label: &str, text: &str) {
+    pub(super) fn note(&self, at: u64, kind: EventKind, text: &str) {
         let at_ms = milliseconds(at.saturating_sub(self.start));
-        let event = Event { at_ms, kind, text: text.to_owned(), label: label.to_owned() };
+        let event = Event { at_ms, kind, text: text.to_owned() };
         self.events.lock().unwrap_or_else(PoisonError::into_inner).push((at, event));
     }
 
@@ -177,9 +179,11 @@ impl<'a> Story<'a> {
     #[must_use]
     pub(super) fn lane(&self, flows: &str, backend: usize, packets: Vec<u64>) -> Lane {
         let pod = self.pod(backend);
+        let stays = self.tracks.iter().any(|track| track.flows == flows && track.stays);
         let since = |at: u64| milliseconds(at.saturating_sub(self.start));
         Lane {
             flows: flows.to_owned(),
+            stays,
             backend: self.names[backend].clone(),
             leaving_from_ms: pod.leaving_from.map(since),
             gone_from_ms: pod.gone_from.map(since),
@@ -245,6 +249,7 @@ impl<'a> Story<'a> {
                 heading.push_str(&format!("   {title:<width$}", width = BAR + 7));
             }
         }
+        self.screen.line("");
         self.screen.line(&self.screen.paint(Colour::Dim, &heading));
     }
 
@@ -252,11 +257,11 @@ impl<'a> Story<'a> {
         let time = format!("{:>6.2} s", event.at_ms / 1000.0);
         let (colour, sign) = match event.kind {
             EventKind::Act => (Colour::Bold, "==="),
-            EventKind::Move => (Colour::Green, "-->"),
-            EventKind::Mark | EventKind::Kill => (Colour::Red, "-->"),
-            EventKind::Mode | EventKind::End => (Colour::Yellow, "-->"),
+            EventKind::Move => (Colour::Green, "→"),
+            EventKind::Mark | EventKind::Kill => (Colour::Red, "→"),
+            EventKind::Mode | EventKind::End => (Colour::Yellow, "→"),
         };
-        if event.kind == EventKind::Act {
+        if event.kind == EventKind::Act && event.at_ms > 0.0 {
             self.screen.line("");
         }
         self.screen
@@ -282,7 +287,11 @@ impl<'a> Story<'a> {
             let length = (*count as usize * BAR).div_ceil(total.max(1) as usize);
             let bar = "█".repeat(length) + &" ".repeat(BAR - length);
             let number = if *count > 0 { count.to_string() } else { "·".to_owned() };
-            let colour = if is_leaving && *count > 0 { Colour::Red } else { Colour::Green };
+            let colour = match (is_leaving, self.tracks[track].stays) {
+                (false, _) => Colour::Green,
+                (true, true) => Colour::Yellow,
+                (true, false) => Colour::Red,
+            };
             let text = format!("{bar}{number:>4}");
             let text = if *count > 0 { self.screen.paint(colour, &text) } else { text };
             row.push_str(&format!("   {text} {sign:<2}"));

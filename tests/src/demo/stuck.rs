@@ -40,7 +40,7 @@ pub(super) fn play(options: Options, screen: &Screen) -> Result<Scene> {
     let spec = scenario.lab.spec(0, options.family).interval(PACE);
     let stream = scenario.lab.stream(0, spec)?;
     let log = std::sync::Arc::clone(&scenario.lab.log);
-    let tracks = vec![Track { flows: "flow".to_owned(), stream: stream.number() }];
+    let tracks = vec![Track { flows: "flow".to_owned(), stays: false, stream: stream.number() }];
     let story = Story::begin(screen, &log, &names, tracks);
     let played = story.play(|| direct(&mut scenario, &story, options, stream.number()))?;
     let report = stream.finish(true)?;
@@ -65,19 +65,14 @@ fn direct(scenario: &mut Scenario, story: &Story<'_>, options: Options, stream: 
     let at = |seconds| story.wait_until(options.span(seconds));
     let patience = scenario.patience();
 
-    story.note(
-        story.start,
-        EventKind::Act,
-        "1 no annotation",
-        "1. No annotation on the Egress: Cilium alone",
-    );
+    story.note(story.start, EventKind::Act, "1. No annotation on the Egress: Cilium alone");
     at(1.0);
     let stuck = mark(scenario, story, stream)?;
     at(4.0);
     let attached_without_annotation = !scenario.lab.attachments(0)?.is_empty();
 
     let begun = now();
-    story.note(begun, EventKind::Act, "2 reset", "2. The Egress is annotated with coil-guard.io/mode=reset");
+    story.note(begun, EventKind::Act, "2. The Egress is annotated with coil-guard.io/mode=reset");
     scenario.set_mode(Some("reset"))?;
     let annotated = Change { begun, done: now(), ..stuck };
     let text = format!(
@@ -85,7 +80,7 @@ fn direct(scenario: &mut Scenario, story: &Story<'_>, options: Options, stream: 
         story.name(stuck.backend),
         (begun - stuck.begun) as f64 / 1e9
     );
-    story.note(begun, EventKind::Mode, "mode=reset", &text);
+    story.note(begun, EventKind::Mode, &text);
     say_move(story, stream, annotated, "annotation", patience);
     at(6.0);
     let marked = mark(scenario, story, stream)?;
@@ -93,14 +88,9 @@ fn direct(scenario: &mut Scenario, story: &Story<'_>, options: Options, stream: 
     at(7.5);
 
     let killed = now();
-    story.note(
-        killed,
-        EventKind::Act,
-        "3 agent killed",
-        "3. The agent is killed; the program stays in the kernel",
-    );
+    story.note(killed, EventKind::Act, "3. The agent is killed; its program stays in the kernel");
     scenario.kill_agent()?;
-    story.note(now(), EventKind::Kill, "kill -9", "kill -9 of the agent");
+    story.note(now(), EventKind::Kill, "kill -9 of the agent");
     at(8.5);
     let orphaned = mark(scenario, story, stream)?;
     say_move(story, stream, orphaned, "mark", patience);
@@ -117,8 +107,8 @@ fn mark(scenario: &mut Scenario, story: &Story<'_>, stream: u32) -> Result<Chang
     let done = now();
     story.leaving(backend, begun);
     let name = story.name(backend);
-    let text = format!("pod {name}, which the flow uses, is marked Terminating (API, then Cilium's maps)");
-    story.note(begun, EventKind::Mark, &format!("{name} Terminating"), &text);
+    let text = format!("pod {name}, which the flow uses, is Terminating (API, then Cilium)");
+    story.note(begun, EventKind::Mark, &text);
     Ok(Change { backend, begun, done })
 }
 
@@ -126,7 +116,7 @@ fn say_move(story: &Story<'_>, stream: u32, change: Change, what: &str, patience
     if let Some((at, to)) = story.wait_elsewhere(stream, change.backend, change.begun, patience) {
         let (name, took) = (story.name(to), milliseconds(at - change.begun));
         let text = format!("the flow is on {name}, {took} ms after the {what}");
-        story.note(at, EventKind::Move, &format!("on {name}, {took} ms"), &text);
+        story.note(at, EventKind::Move, &text);
     }
 }
 
@@ -135,7 +125,7 @@ fn acts(story: &Story<'_>, packets: &Packets, played: &Played, names: &[String])
         // The last packets of the scene were sent after its end was noted.
         let tally = packets.tally(packets.sent_between(from, if to == played.end { u64::MAX } else { to }));
         checks.push(Check::new(
-            "no packet lost or doubled",
+            "nothing lost or doubled",
             tally.sent > 0 && tally.lost + tally.duplicated == 0,
             format!("{} sent, {} lost, {} doubled", tally.sent, tally.lost, tally.duplicated),
         ));
@@ -194,7 +184,7 @@ fn acts(story: &Story<'_>, packets: &Packets, played: &Played, names: &[String])
         ),
         act(
             "agent_killed",
-            "3. The agent is killed, and then a pod is marked",
+            "3. Agent killed",
             played.killed,
             played.end,
             vec![orphaned.clone()],
@@ -210,11 +200,11 @@ fn left_at_once(found: &Move) -> Check {
 }
 
 fn describe(found: &Move, what: &str) -> String {
+    let (from, after) = (&found.from, found.to_old_after_change);
     match (&found.to, found.took_ms) {
-        (Some(to), Some(took)) => format!(
-            "{} -> {to}, {took} ms after the {what} began; {} packets to {} after that, {} after the {what} was made",
-            found.from, found.to_old_after_change, found.from, found.to_old_after_all_knew
-        ),
-        _ => format!("it stayed on {}: {} packets after the {what}", found.from, found.to_old_after_change),
+        (Some(to), Some(took)) => {
+            format!("{from} → {to}, {took} ms after the {what}; {after} packets to {from} in between")
+        }
+        _ => format!("it stayed on {from}: {after} packets after the {what}"),
     }
 }
