@@ -269,20 +269,28 @@ fn move_to_target(world: &mut impl World, state: &mut State) {
     }
 }
 
-/// Remembers the flow on the backend `id`, taking it off the account of another one that it was on and is cut from.
+/// Remembers the flow on the backend `id`, where it was placed anew.
 #[inline(never)]
 fn settle(world: &mut impl World, state: &mut State, id: u32) {
-    if state.memory == Memory::Known && !state.flow_is_on(id) && state.flow.flags & FLOW_ENDED == 0 {
-        state.outcome.cut = true;
-        // One verdict a packet: that a flow was given up outweighs how its entry was made.
-        if state.outcome.reason != Reason::NoLive {
-            state.outcome.reason = Reason::Cut;
-        }
-        if state.flow.flags & FLOW_DRAINED != 0 {
-            world.count_drain(&state.flow.backend_address, DrainChange::Cut);
-        }
-    }
     note(world, state, id, 0);
+    // One verdict a packet: that a flow was given up outweighs how its entry was made.
+    if state.outcome.cut && state.outcome.reason != Reason::NoLive {
+        state.outcome.reason = Reason::Cut;
+    }
+}
+
+/// Takes the flow off the account of another backend that it was on, when it now goes to the backend `id`.
+#[inline(always)]
+fn leave_behind(world: &mut impl World, state: &mut State, id: u32) {
+    if state.memory == Memory::Nothing || state.flow_is_on(id) || state.flow.flags & FLOW_ENDED != 0 {
+        return;
+    }
+    let cut = state.memory == Memory::Known;
+    state.outcome.cut = cut;
+    if state.flow.flags & FLOW_DRAINED != 0 {
+        let change = if cut { DrainChange::Cut } else { DrainChange::Ended };
+        world.count_drain(&state.flow.backend_address, change);
+    }
 }
 
 /// Remembers a packet of the flow on the backend `id`, and keeps count of the flows on a leaving one.
@@ -295,9 +303,7 @@ fn note(world: &mut impl World, state: &mut State, id: u32, more_flags: u32) {
     if same && flags == before && world.now().saturating_sub(state.flow.last_seen) < COARSE {
         return;
     }
-    if state.memory == Memory::Earlier && state.flow.flags & (FLOW_DRAINED | FLOW_ENDED) == FLOW_DRAINED {
-        world.count_drain(&state.flow.backend_address, DrainChange::Ended);
-    }
+    leave_behind(world, state, id);
     if flags & FLOW_DRAINED != 0 {
         count_drained(world, id, before, flags);
     }
