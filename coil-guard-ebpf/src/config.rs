@@ -37,14 +37,17 @@ impl Config {
         read!(flags)
     }
 
+    /// Whether `address` is the pod's. No `Option` of the pod's address: where the constants say that there is none, the
+    /// compiler still compares what would be in it, and the verifier refuses to read what was never written.
     #[inline(always)]
-    pub(crate) fn address4() -> Option<[u8; 4]> {
-        (Self::flags() & POD_HAS_IPV4 != 0).then(|| read!(address4))
+    pub(crate) fn is_address4(address: [u8; 4]) -> bool {
+        Self::flags() & POD_HAS_IPV4 != 0 && read!(address4) == address
     }
 
+    /// As [`Self::is_address4`].
     #[inline(always)]
-    pub(crate) fn address6() -> Option<[u8; 16]> {
-        (Self::flags() & POD_HAS_IPV6 != 0).then(|| read!(address6))
+    pub(crate) fn is_address6(address: [u8; 16]) -> bool {
+        Self::flags() & POD_HAS_IPV6 != 0 && read!(address6) == address
     }
 
     #[inline(always)]

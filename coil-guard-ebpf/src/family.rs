@@ -27,7 +27,7 @@ pub(crate) trait Family {
     type AffinityKey: 'static;
     type Backend: AnyBackend<Address = Self::Address> + 'static;
 
-    fn own_address() -> Option<Self::Address>;
+    fn is_own(address: Self::Address) -> bool;
     fn outer(scratch: &Scratch) -> &Outer<Self::Address>;
     fn pseudo_header(outer: &Outer<Self::Address>) -> Sum;
 
@@ -46,7 +46,7 @@ pub(crate) trait Family {
 
 macro_rules! family {
     (
-        $(#[$meta:meta])* $name:ident, $address:ty, $outer:ident, $keys:ident, $own:ident, $ct_key:ident,
+        $(#[$meta:meta])* $name:ident, $address:ty, $outer:ident, $keys:ident, $own:ident, $sum:ident, $ct_key:ident,
         $service_key:ident, $affinity_key:ident, $backend:ident, $ct:ident, $services:ident, $backends:ident, $affinities:ident
     ) => {
         $(#[$meta])*
@@ -72,8 +72,8 @@ macro_rules! family {
             type Backend = $backend;
 
             #[inline(always)]
-            fn own_address() -> Option<$address> {
-                Config::$own()
+            fn is_own(address: $address) -> bool {
+                Config::$own(address)
             }
             #[inline(always)]
             fn outer(scratch: &Scratch) -> &Outer<$address> {
@@ -81,7 +81,7 @@ macro_rules! family {
             }
             #[inline(always)]
             fn pseudo_header(outer: &Outer<$address>) -> Sum {
-                Sum::new().$own(outer.source).$own(outer.destination)
+                Sum::new().$sum(outer.source).$sum(outer.destination)
             }
             #[inline(always)]
             fn prepare(scratch: &mut Scratch) {
@@ -139,10 +139,10 @@ macro_rules! family {
 
 family! {
     /// IPv4.
-    V4, [u8; 4], outer4, keys4, address4, CtKey4, ServiceKey4, AffinityKey4, Backend4, CT4, SERVICES4, BACKENDS4, AFFINITY4
+    V4, [u8; 4], outer4, keys4, is_address4, address4, CtKey4, ServiceKey4, AffinityKey4, Backend4, CT4, SERVICES4, BACKENDS4, AFFINITY4
 }
 
 family! {
     /// IPv6.
-    V6, [u8; 16], outer6, keys6, address6, CtKey6, ServiceKey6, AffinityKey6, Backend6, CT6, SERVICES6, BACKENDS6, AFFINITY6
+    V6, [u8; 16], outer6, keys6, is_address6, address6, CtKey6, ServiceKey6, AffinityKey6, Backend6, CT6, SERVICES6, BACKENDS6, AFFINITY6
 }

@@ -118,7 +118,7 @@ fn rewrite<F: Family>(packet: &Packet<'_>, scratch: &Scratch, port: [u8; 2]) {
 /// Whether the packet's source is this pod: a client with NET_RAW must not act on another pod's flows.
 #[inline(never)]
 fn is_own<F: Family>(scratch: &Scratch) -> bool {
-    F::own_address() == Some(F::outer(scratch).source)
+    F::is_own(F::outer(scratch).source)
 }
 
 /// Where the pod's ephemeral ports reach into the drain ports, a flow that has a port of its own cannot be told from a
