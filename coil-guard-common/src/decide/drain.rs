@@ -149,38 +149,46 @@ fn stay(world: &mut impl World, state: &mut State) {
     }
 }
 
+/// A home that is not usable is reached under its drain port even while the packet's own entry names it: a new flow on
+/// another CPU may move that entry between this packet's pass here and in Cilium. What passed before the home began to
+/// leave has [`SETTLE`] to get through.
 #[inline(never)]
 fn try_to_stay(world: &mut impl World, state: &mut State) -> Step {
     let id = state.home.id;
-    if state.read.valid && state.read.backend.id == id {
-        state.outcome.reason = if settling(world, &state.home) { Reason::Settling } else { Reason::Healthy };
-        note(world, state, id, if state.home.usable { 0 } else { FLOW_DRAINED });
-        return Step::Done;
-    }
-    if is_reserved_port(state.port) {
+    let reserved = is_reserved_port(state.port);
+    let named = state.read.valid && state.read.backend.id == id;
+    if named && (state.home.usable || reserved) {
+        state.outcome.reason = Reason::Healthy;
+    } else if reserved {
         state.outcome.reason = Reason::ReservedPort;
         return Step::Done;
-    }
-    if !state.read.valid && state.home.usable {
+    } else if state.home.usable && !state.read.valid {
         let done = put(world, &state.master, state.port, &state.read, id);
         if done == Put::Raced {
             return Step::Raced;
         }
         state.outcome.reason = done.reason();
-        note(world, state, id, 0);
-        return Step::Done;
+    } else {
+        match claim(world, state, id) {
+            Step::Done => go_by_drain_port(world, state, id),
+            // The packet's own entry is as good for as long as it stays.
+            Step::Collision if named => state.outcome.reason = Reason::Healthy,
+            step => return step,
+        }
     }
-    let step = claim(world, state, id);
-    if step != Step::Done {
-        return step;
-    }
+    let drained = !state.home.usable || state.outcome.source_port.is_some();
+    note(world, state, id, if drained { FLOW_DRAINED } else { 0 });
+    Step::Done
+}
+
+#[inline(always)]
+fn go_by_drain_port(world: &mut impl World, state: &mut State, id: u32) {
     if state.port == world.fou_port() {
         world.keep_replies(drain_port(id), &state.master, id);
     }
+    let joins = !state.flow_is_on(id) && settling(world, &state.home);
     state.outcome.source_port = Some(drain_port(id));
-    state.outcome.reason = Reason::Drained;
-    note(world, state, id, FLOW_DRAINED);
-    Step::Done
+    state.outcome.reason = if joins { Reason::Settling } else { Reason::Drained };
 }
 
 /// Sees to it that the entry under the drain port of the backend `id` names it.
