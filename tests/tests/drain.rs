@@ -49,7 +49,8 @@ fn open(scenario: &Scenario, family: IpFamily, port: u16) -> Result<usize> {
 
 /// Sends a few segments of an open connection.
 fn go_on(scenario: &Scenario, family: IpFamily, port: u16) -> Result<StreamReport> {
-    let report = scenario.lab.stream(0, segments(scenario, family, port, tcp::ACK)?.count(5))?.finish(false)?;
+    let report =
+        scenario.lab.stream(0, segments(scenario, family, port, tcp::ACK)?.count(5))?.finish(false)?;
     report.ensure_exactly_once()?;
     Ok(report)
 }
@@ -114,7 +115,8 @@ fn old_connections_stay_and_new_ones_leave_cilium_1_17_affinity_match_kept() -> 
 
 #[test]
 fn old_connections_stay_and_new_ones_leave_cilium_1_20_affinity_match_dropped() -> Result<()> {
-    let lab = Lab::builder().version(CiliumVersion::V1_20).affinity(AFFINITY).match_policy(MatchPolicy::Dropped);
+    let lab =
+        Lab::builder().version(CiliumVersion::V1_20).affinity(AFFINITY).match_policy(MatchPolicy::Dropped);
     old_stay_and_new_leave(lab, false)
 }
 
@@ -126,7 +128,8 @@ fn old_connections_stay_and_new_ones_leave_cilium_1_16_no_affinity() -> Result<(
 #[test]
 fn source_port_auto_old_connections_stay_and_new_ones_leave() -> Result<()> {
     lab_test(|| {
-        let lab = Lab::builder().version(CiliumVersion::V1_17).affinity(AFFINITY).match_policy(MatchPolicy::Kept);
+        let lab =
+            Lab::builder().version(CiliumVersion::V1_17).affinity(AFFINITY).match_policy(MatchPolicy::Kept);
         let mut scenario = drain(lab).sport_auto().start()?;
         let family = IpFamily::V4;
         // Each connection has its own outer port; two share one.
@@ -136,7 +139,8 @@ fn source_port_auto_old_connections_stay_and_new_ones_leave() -> Result<()> {
         };
         let mut homes = Vec::new();
         for (inner, outer) in ports {
-            let syn = scenario.lab.stream(0, spec(&scenario, inner, outer, tcp::SYN)?.count(1))?.finish(false)?;
+            let syn =
+                scenario.lab.stream(0, spec(&scenario, inner, outer, tcp::SYN)?.count(1))?.finish(false)?;
             syn.ensure_exactly_once()?;
             homes.push(syn.backend_of(0).context("the SYN arrived")?);
         }
@@ -146,12 +150,14 @@ fn source_port_auto_old_connections_stay_and_new_ones_leave() -> Result<()> {
         settled(&scenario);
         // A new connection on the shared outer port, and one on a port of its own.
         for (inner, outer) in [(51_001, 40_002), (51_002, 40_077)] {
-            let syn = scenario.lab.stream(0, spec(&scenario, inner, outer, tcp::SYN)?.count(1))?.finish(false)?;
+            let syn =
+                scenario.lab.stream(0, spec(&scenario, inner, outer, tcp::SYN)?.count(1))?.finish(false)?;
             syn.ensure_exactly_once()?;
             ensure!(syn.backend_of(0) != Some(leaving), "connection {inner} went to the leaving backend");
         }
         for ((inner, outer), home) in ports.into_iter().zip(homes) {
-            let report = scenario.lab.stream(0, spec(&scenario, inner, outer, tcp::ACK)?.count(10))?.finish(false)?;
+            let report =
+                scenario.lab.stream(0, spec(&scenario, inner, outer, tcp::ACK)?.count(10))?.finish(false)?;
             check::stayed(&report, home).with_context(|| format!("connection {inner} under {outer}"))?;
         }
         Ok(())
@@ -181,10 +187,13 @@ fn the_deadline_resets_what_is_left() -> Result<()> {
         let kept = Duration::from_nanos(now() - began);
         let report = old.finish(true)?;
         report.ensure_exactly_once()?;
-        ensure!(kept > Duration::from_millis(1900), "the drain-timeout is 2s, and the flow was cut after {kept:?}");
+        ensure!(
+            kept > Duration::from_millis(1900),
+            "the drain-timeout is 2s, and the flow was cut after {kept:?}"
+        );
         eventually("count of the cut flow", scenario.patience(), || {
-            let cut = scenario.agent()?.metric("coil_guard_egress_cut_total", &[])?;
-            Ok(if cut >= 1.0 { Ok(()) } else { Err(scenario.agent()?.metrics()?) })
+            let cut = scenario.agent()?.metric("coil_guard_egress_actions_total", &["action=\"cut\""])?;
+            Ok(if cut >= 1.0 { Ok(()) } else { Err(cut) })
         })
     })
 }
@@ -237,7 +246,8 @@ fn connections_opened_while_nothing_was_live_drain_too() -> Result<()> {
         scenario.wait_mark(1, mark::READY)?;
         ensure!(open(&scenario, family, 50_003)? == 1, "new connections go to the replacement");
         for port in [50_001, 50_002] {
-            check::stayed(&go_on(&scenario, family, port)?, 0).with_context(|| format!("connection {port}"))?;
+            check::stayed(&go_on(&scenario, family, port)?, 0)
+                .with_context(|| format!("connection {port}"))?;
         }
         check::stayed(&go_on(&scenario, family, 50_003)?, 1)
     })

@@ -43,8 +43,10 @@ fn wait_no_pins(scenario: &Scenario) -> Result<()> {
 
 fn switched_off_leaves_nothing(attach: &'static str) -> Result<()> {
     lab_test(move || {
-        let scenario =
-            Scenario::builder(Lab::builder().clients(2)).mode("reset").arguments(&["--attach", attach]).start()?;
+        let scenario = Scenario::builder(Lab::builder().clients(2))
+            .mode("reset")
+            .arguments(&["--attach", attach])
+            .start()?;
         ensure!(!pins().is_empty(), "a guarding agent pins its maps");
         for mode in [Some("off"), Some("reset"), None, Some("audit"), Some("OFF")] {
             scenario.set_mode(mode)?;
@@ -81,7 +83,8 @@ fn a_pod_that_starts_later_is_guarded_within_a_second_and_its_pins_go_with_it() 
         let took = started.elapsed();
         ensure!(took < Duration::from_secs(1), "attached after {took:?}");
         let uid = scenario.clients[client].uid.clone();
-        let of_pod = || pins().into_iter().filter(|path| path.to_string_lossy().contains(&uid)).collect::<Vec<_>>();
+        let of_pod =
+            || pins().into_iter().filter(|path| path.to_string_lossy().contains(&uid)).collect::<Vec<_>>();
         ensure!(!of_pod().is_empty(), "no pin of pod {uid} among {:?}", pins());
         scenario.cluster.force_delete(&scenario.clients[client].clone())?;
         scenario.lab.topology.remove_pod(PodRole::Client, client)?;
@@ -104,7 +107,11 @@ fn what_is_not_ours_passes_byte_for_byte() -> Result<()> {
         let backend = scenario.lab.backend(0).address(family);
         let backend_id = scenario.lab.control.add_backend(id, backend, 5555);
         scenario.lab.catch_up()?;
-        scenario.lab.stream(0, scenario.lab.spec(0, family).count(5))?.finish(false)?.ensure_exactly_once()?;
+        scenario
+            .lab
+            .stream(0, scenario.lab.spec(0, family).count(5))?
+            .finish(false)?
+            .ensure_exactly_once()?;
         let healthy = scenario.bound(0, family, 5555)?;
         // Every other backend of the Egress leaves, and so does the other service's only one.
         for index in (0..3).filter(|index| *index != healthy) {
@@ -121,7 +128,10 @@ fn what_is_not_ours_passes_byte_for_byte() -> Result<()> {
             ("a packet to a pod", (scenario.lab.backend(healthy).address(family), 4789), false),
         ];
         for (what, destination, arrives) in destinations {
-            let spec = coil_guard_tests::fou::StreamSpec::new(Outer::coil((client, 5555), destination), inner.clone());
+            let spec = coil_guard_tests::fou::StreamSpec::new(
+                Outer::coil((client, 5555), destination),
+                inner.clone(),
+            );
             let report = scenario.lab.stream(0, spec.count(20))?.finish(false)?;
             if arrives {
                 report.ensure_exactly_once().context(what)?;
@@ -142,14 +152,22 @@ fn dangling(what: &'static str, make: impl Fn(&mut CtEntry) + Send) -> Result<()
     lab_test(move || {
         let mut scenario = Scenario::builder(Lab::builder()).mode("reset").start()?;
         let family = IpFamily::V4;
-        scenario.lab.stream(0, scenario.lab.spec(0, family).count(3))?.finish(false)?.ensure_exactly_once()?;
+        scenario
+            .lab
+            .stream(0, scenario.lab.spec(0, family).count(3))?
+            .finish(false)?
+            .ensure_exactly_once()?;
         let mut entry = scenario.lab.service_entry(0, family, 5555)?.context("an entry")?;
         let good = entry;
         make(&mut entry);
         // All backends are usable: whatever is done about it is Cilium's.
         scenario.lab.set_service_entry(0, family, 5555, &entry, Expect::Present)?;
         let before = scenario.agent()?.metric("coil_guard_packets_total", &["reason=\"left_to_cilium\""])?;
-        scenario.lab.stream(0, scenario.lab.spec(0, family).count(1))?.finish(false)?.ensure_exactly_once()?;
+        scenario
+            .lab
+            .stream(0, scenario.lab.spec(0, family).count(1))?
+            .finish(false)?
+            .ensure_exactly_once()?;
         eventually(&format!("{what} left to Cilium"), scenario.patience(), || {
             let now = scenario.agent()?.metric("coil_guard_packets_total", &["reason=\"left_to_cilium\""])?;
             Ok(if now > before { Ok(()) } else { Err(now) })
@@ -223,7 +241,8 @@ fn audit_changes_nothing_and_counts_what_reset_would_do() -> Result<()> {
     lab_test(|| {
         let mut scenario = Scenario::builder(Lab::builder()).mode("audit").start()?;
         let family = IpFamily::V4;
-        let stream = scenario.lab.stream(0, scenario.lab.spec(0, family).interval(Duration::from_millis(1)))?;
+        let stream =
+            scenario.lab.stream(0, scenario.lab.spec(0, family).interval(Duration::from_millis(1)))?;
         stream.wait_arrived(50, scenario.patience())?;
         let own = scenario.bound(0, family, 5555)?;
         scenario.terminate(own)?;
@@ -242,7 +261,8 @@ fn modes_follow_the_annotation_with_traffic_within_a_second() -> Result<()> {
     lab_test(|| {
         let mut scenario = Scenario::builder(Lab::builder()).start()?;
         let family = IpFamily::V4;
-        let stream = scenario.lab.stream(0, scenario.lab.spec(0, family).interval(Duration::from_millis(1)))?;
+        let stream =
+            scenario.lab.stream(0, scenario.lab.spec(0, family).interval(Duration::from_millis(1)))?;
         stream.wait_arrived(50, scenario.patience())?;
         let own = scenario.bound(0, family, 5555)?;
         scenario.terminate(own)?;
