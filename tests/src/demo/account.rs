@@ -136,10 +136,10 @@ impl Packets {
     }
 }
 
-/// Nanoseconds as milliseconds, to a hundredth.
+/// Nanoseconds as milliseconds, to a tenth.
 #[must_use]
 pub fn milliseconds(nanoseconds: u64) -> f64 {
-    (nanoseconds as f64 / 10_000.0).round() / 100.0
+    (nanoseconds as f64 / 100_000.0).round() / 10.0
 }
 
 #[cfg(test)]

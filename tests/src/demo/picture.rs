@@ -111,7 +111,8 @@ fn draw_scene(out: &mut String, scene: &Scene, bin: f64, top: f64) -> f64 {
 
 fn draw_lane(out: &mut String, scene: &Scene, lane: &Lane, (bin, x): (f64, &impl Fn(f64) -> f64), y: f64) {
     let same_flows = |other: &&Lane| other.flows == lane.flows;
-    let highest = scene.lanes.iter().filter(same_flows).flat_map(|lane| &lane.packets).max().copied();
+    let counts = scene.lanes.iter().filter(same_flows).flat_map(|lane| lane.packets.iter().copied());
+    let full = full_bar(counts);
     let several = scene.lanes.iter().any(|other| other.flows != lane.flows);
     let total: u64 = lane.packets.iter().sum();
     let name =
@@ -126,7 +127,7 @@ fn draw_lane(out: &mut String, scene: &Scene, lane: &Lane, (bin, x): (f64, &impl
     rect(out, x(end), y, RIGHT - x(end), LANE, GONE);
     for (index, count) in lane.packets.iter().enumerate().filter(|(_, count)| **count > 0) {
         let (from, to) = (index as f64 * bin, (index + 1) as f64 * bin);
-        let height = (LANE - 4.0) * *count as f64 / highest.unwrap_or(1).max(1) as f64;
+        let height = (LANE - 4.0) * (*count as f64 / full).min(1.0);
         // The bar that a mark falls into is drawn in two colours: most of its packets came before.
         let leaving = lane.leaving_from_ms.unwrap_or(f64::MAX).clamp(from, to);
         for (from, to, fill) in [(from, leaving, GOOD), (leaving, to, if lane.stays { STAYS } else { BAD })] {
@@ -134,6 +135,14 @@ fn draw_lane(out: &mut String, scene: &Scene, lane: &Lane, (bin, x): (f64, &impl
             rect(out, x(from), y + LANE - height, width, height, fill);
         }
     }
+}
+
+/// Packets of a full bar. On a busy machine the sender stalls and catches up: such bins are cut, or all others would be
+/// low.
+fn full_bar(counts: impl Iterator<Item = u64>) -> f64 {
+    let mut counts: Vec<u64> = counts.filter(|count| *count > 0).collect();
+    counts.sort_unstable();
+    counts.get(counts.len() * 8 / 10).copied().unwrap_or(1) as f64
 }
 
 fn flows(flows: &str) -> &str {
@@ -261,7 +270,13 @@ fn text(out: &mut String, x: f64, y: f64, class: &str, anchor: &str, content: &s
 
 #[cfg(test)]
 mod tests {
-    use super::wrap;
+    use super::{full_bar, wrap};
+
+    #[test]
+    fn one_burst_does_not_make_the_other_bars_low() {
+        let packets = [0, 100, 99, 100, 0, 900, 100, 100, 98];
+        assert_eq!(full_bar(packets.into_iter()), 100.0);
+    }
 
     #[test]
     fn lines_break_at_spaces_and_lose_no_word() {

@@ -203,7 +203,7 @@ fn describe(found: &Move, what: &str) -> String {
     let (from, after) = (&found.from, found.to_old_after_change);
     match (&found.to, found.took_ms) {
         (Some(to), Some(took)) => {
-            format!("{from} → {to}, {took} ms after the {what}; {after} packets to {from} in between")
+            format!("{from} → {to}, {took} ms after the {what}; packets to {from} in between: {after}")
         }
         _ => format!("it stayed on {from}: {after} packets after the {what}"),
     }
