@@ -1,5 +1,7 @@
 //! Finding and entering the pods' network namespaces.
 //!
+//! They are the files of a directory, where the runtime keeps them (`/run/netns`), or those of all processes (`/proc`).
+//!
 //! A namespace is entered by a thread of its own that ends afterwards. No file of a namespace is kept open: it would keep
 //! the namespace alive after its pod.
 
@@ -16,7 +18,7 @@ use std::{
 
 use nix::{
     sched::{CloneFlags, setns},
-    sys::statfs::{NSFS_MAGIC, PROC_SUPER_MAGIC, fstatfs, statfs},
+    sys::statfs::{NSFS_MAGIC, PROC_SUPER_MAGIC, statfs},
 };
 
 use super::netlink::{Address, Netlink};
@@ -37,7 +39,7 @@ pub(crate) struct Found {
 pub(crate) enum NamespaceError {
     #[error(
         "none of the {scanned} network namespaces in {directory} holds {addresses}: is that where the container runtime \
-         keeps them (--namespaces), and is it mounted with propagation? Trying again"
+         keeps them (--netns-dir), and is it mounted with propagation? Trying again"
     )]
     NotFound { directory: PathBuf, scanned: usize, addresses: String },
     #[error("cannot list the network namespaces in {directory}: {source}")]
@@ -119,19 +121,35 @@ impl Namespaces {
         Ok(())
     }
 
+    /// Inode and a path of every namespace there is but the agent's own.
     fn files(&self) -> Result<Vec<(u64, PathBuf)>, NamespaceError> {
         let failed = |source| NamespaceError::Directory { directory: self.directory.clone(), source };
-        // In a procfs each process shows its namespace; by the first one it is known, and needs CAP_SYS_PTRACE.
-        let by_process = statfs(&self.directory).is_ok_and(|stat| stat.filesystem_type() == PROC_SUPER_MAGIC);
+        let is_proc = statfs(&self.directory).is_ok_and(|stat| stat.filesystem_type() == PROC_SUPER_MAGIC);
         let mut files = BTreeMap::new();
         for entry in fs::read_dir(&self.directory).map_err(failed)? {
-            let path = entry.map_err(failed)?.path();
-            let path = if by_process { path.join("ns/net") } else { path };
-            let Ok(file) = File::open(&path) else { continue };
-            let is_namespace = fstatfs(&file).is_ok_and(|stat| stat.filesystem_type() == NSFS_MAGIC);
-            let Ok(metadata) = file.metadata() else { continue };
-            if is_namespace && self.own != Some(metadata.ino()) {
-                files.entry(metadata.ino()).or_insert(path);
+            let entry = entry.map_err(failed)?;
+            let path = if is_proc {
+                if !entry.file_name().as_encoded_bytes().iter().all(u8::is_ascii_digit) {
+                    continue;
+                }
+                entry.path().join("ns/net")
+            } else {
+                entry.path()
+            };
+            let Ok(metadata) = fs::metadata(&path) else { continue };
+            let inode = metadata.ino();
+            if self.own == Some(inode) || files.contains_key(&inode) {
+                continue;
+            }
+            // A path that is known already is kept: of a pod's many processes any will do.
+            let known = self
+                .known
+                .get(&inode)
+                .map(|known| known.path.clone())
+                .filter(|known| fs::metadata(known).is_ok_and(|metadata| metadata.ino() == inode));
+            let path = known.unwrap_or(path);
+            if statfs(&path).is_ok_and(|stat| stat.filesystem_type() == NSFS_MAGIC) {
+                files.insert(inode, path);
             }
         }
         Ok(files.into_iter().collect())

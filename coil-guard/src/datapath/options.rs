@@ -51,7 +51,7 @@ impl Default for Sizes {
             previous: 16384,
             leaving: 4096,
             drains: 4096,
-            egresses: 4096,
+            egresses: 1024,
             pods: 1024,
             event_bytes: 256 * 1024,
         }

@@ -16,7 +16,7 @@ use super::{
 use crate::cilium::CiliumMaps;
 
 /// The object with the program; empty where there was no toolchain to build it.
-static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/coil-guard-bpf"));
+pub static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/coil-guard-bpf"));
 
 /// Suffix of the pin of a stand-in.
 const STAND_IN: &str = "-empty";

@@ -170,7 +170,7 @@ impl Pods {
 
     pub(crate) fn store(&mut self, pod: &str, attached: &Attached) -> Result<(), DatapathError> {
         self.map.insert(padded::<64>(pod), PodRecord::from(attached), 0).map_err(|error| {
-            full_or(error, PODS, self.size, || format!("pod {} ({pod})", attached.name), "--max-pods")
+            full_or(error, PODS, self.size, || format!("pod {} ({pod})", attached.name), "--map-pods")
         })
     }
 
@@ -228,7 +228,7 @@ impl Egresses {
                 map: EGRESSES,
                 max_entries: self.size,
                 what: format!("the counters of Egress {name}"),
-                flag: "--max-egresses",
+                flag: "--map-egresses",
             })?;
         if let Some(old) = &replaced {
             self.map.remove(&padded(&old.to_string())).map_err(map_error("remove from", EGRESSES))?;

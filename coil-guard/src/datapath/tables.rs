@@ -163,7 +163,7 @@ impl Tables {
         let key = to_mapped(address);
         self.marks.insert(key, entry, 0).map_err(|error| {
             let what = || format!("the mark of backend {address}");
-            full_or(error, maps::BACKEND_MARKS, self.sizes.1, what, "--max-marks")
+            full_or(error, maps::BACKEND_MARKS, self.sizes.1, what, "--map-marks")
         })?;
         self.have_marks.insert(key, entry);
         Ok(())
@@ -196,7 +196,7 @@ impl Tables {
                         format!("service {}:{} of Egress {}", address.address, address.port, service.egress)
                     };
                     let map = maps::GUARDED_SERVICES;
-                    applied.errors.push(full_or(error, map, self.sizes.0, what, "--max-services"));
+                    applied.errors.push(full_or(error, map, self.sizes.0, what, "--map-services"));
                 }
             }
         }

@@ -38,11 +38,10 @@ fn a_pod_is_attached_ahead_of_others_and_detached_without_a_trace() {
     assert_eq!(snapshot.pods["a"].name, "default/client-a");
 
     agent.apply(&desired(Mode::Reset, &[]));
-    eventually("the program to be gone", || {
-        let left = (pod.tcx(), node.link("a").exists());
-        if left == (vec![], false) { Ok(()) } else { Err(left) }
+    eventually("program, pin and record to be gone", || {
+        let left = (pod.tcx(), node.link("a").exists(), agent.datapath.snapshot().unwrap().pods.len());
+        if left == (vec![], false, 0) { Ok(()) } else { Err(left) }
     });
-    assert!(agent.datapath.snapshot().unwrap().pods.is_empty());
     assert_eq!(node.cilium_pins(), before, "Cilium's directory was changed");
 }
 
@@ -191,7 +190,7 @@ fn a_pod_that_appears_after_its_plan_is_attached_within_a_second() {
 }
 
 #[test]
-fn a_pod_stays_attached_as_long_as_it_has_a_tunnel_to_a_guarded_service() {
+fn a_pod_that_lost_its_annotation_and_has_no_tunnel_is_detached() {
     if !can_run() {
         return;
     }
@@ -231,4 +230,63 @@ fn cleanup_removes_everything_and_tells_it() {
     assert!(!node.options.pin_directory.exists());
     assert_eq!(cleanup(&node.options).unwrap().removed, Vec::<String>::new());
     assert!(node.path().exists());
+}
+
+#[test]
+fn many_pods_come_and_go_and_leave_nothing() {
+    if !can_run() {
+        return;
+    }
+    let node = Node::new(AttachKind::Auto);
+    node.cilium4();
+    let names: Vec<String> = (0..16).map(|number| format!("pod-{number}")).collect();
+    let addresses: Vec<String> = (0..16).map(|number| format!("10.0.1.{number}")).collect();
+    let namespaces: Vec<_> =
+        names.iter().zip(&addresses).map(|(name, address)| node.pod(name, &[address.as_str()])).collect();
+    let mut agent = node.open();
+    let mut wanted = desired(Mode::Reset, &[]);
+    let started = std::time::Instant::now();
+    for (name, address) in names.iter().zip(&addresses) {
+        wanted.pods.insert(name.clone(), client(name, &[address], Want::Attached));
+        agent.apply(&wanted);
+    }
+    eventually("all pods to be attached", || {
+        let progress = agent.datapath.progress();
+        if progress.settled && progress.attached == names.len() { Ok(()) } else { Err(progress) }
+    });
+    eprintln!("{} pods attached in {:?}", names.len(), started.elapsed());
+    assert!(namespaces.iter().all(|pod| pod.tcx().len() == 1));
+    // Half of them lose their namespace before the plan says so.
+    for pod in namespaces.iter().take(8) {
+        nix::mount::umount2(&pod.path, nix::mount::MntFlags::MNT_DETACH).unwrap();
+        std::fs::remove_file(&pod.path).unwrap();
+    }
+    for name in &names {
+        wanted.pods.remove(name);
+        agent.apply(&wanted);
+    }
+    eventually("no links", || {
+        let left = agent.datapath.snapshot().unwrap().pods.len();
+        if left == 0 { Ok(()) } else { Err(left) }
+    });
+    assert_eq!(std::fs::read_dir(node.layout().join("links")).unwrap().count(), 0);
+    assert!(namespaces.iter().skip(8).all(|pod| pod.tcx().is_empty()));
+}
+
+#[test]
+fn namespaces_that_are_kept_nowhere_are_found_by_their_processes() {
+    if !can_run() {
+        return;
+    }
+    let mut node = Node::new(AttachKind::Auto);
+    node.cilium4();
+    let pod = node.pod("a", &[POD]);
+    let mut process = pod.within(|| std::process::Command::new("sleep").arg("60").spawn().unwrap());
+    node.options.namespace_directory = "/proc".into();
+    let mut agent = node.open();
+    agent.apply(&desired(Mode::Reset, &[("a", &[POD])]));
+    wait_attached(&mut agent, "a");
+    assert_eq!(pod.tcx().len(), 1);
+    process.kill().unwrap();
+    process.wait().unwrap();
 }
