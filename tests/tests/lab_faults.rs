@@ -9,7 +9,7 @@ use coil_guard_tests::{
         RawMap,
     },
     fou::{FOU_PORT, Fragment, FrameSender, Inner, InnerPacket, Outer, tcp},
-    lab::{Lab, command},
+    lab::{Lab, command, eventually},
     net::{Paths, PodRole, attachments, device::set_tx_checksum_offload, lab_test},
 };
 
@@ -260,6 +260,32 @@ fn raw_maps_keep_the_conditions_of_an_update() -> Result<()> {
         ensure!(map.lookup_bytes(&[1; 5]).is_err(), "a key of another size is refused");
         Ok(())
     })
+}
+
+#[test]
+fn no_program_or_map_outlives_the_lab() -> Result<()> {
+    let made = std::sync::Mutex::new((Vec::new(), Vec::new()));
+    for attach in [AttachKind::Tcx, AttachKind::Clsact] {
+        lab_test(|| {
+            let lab = Lab::builder().attach(attach).start()?;
+            let maps = lab.maps.names().map(|name| lab.maps.get(name)?.id()).collect::<Result<_>>()?;
+            *made.lock().map_err(|_| anyhow::anyhow!("poisoned"))? = (lab.model.program_ids()?, maps);
+            Ok(())
+        })?;
+        let (programs, maps) = made.lock().map_err(|_| anyhow::anyhow!("poisoned"))?.clone();
+        eventually("empty kernel", Duration::from_secs(10), || {
+            let programs: Vec<_> = aya::programs::loaded_programs()
+                .filter_map(|info| info.ok().map(|info| info.id()))
+                .filter(|id| programs.contains(id))
+                .collect();
+            let maps: Vec<_> = aya::maps::loaded_maps()
+                .filter_map(|info| info.ok().map(|info| info.id()))
+                .filter(|id| maps.contains(id))
+                .collect();
+            Ok(if programs.is_empty() && maps.is_empty() { Ok(()) } else { Err((programs, maps)) })
+        })?;
+    }
+    Ok(())
 }
 
 #[test]

@@ -78,6 +78,16 @@ impl ControlPlane {
         id
     }
 
+    /// Gives the next backend this id, as on a node where the agent has given out many.
+    ///
+    /// # Panics
+    ///
+    /// When the id may be in use.
+    pub fn skip_ids_to(&mut self, id: u32) {
+        assert!(id >= self.next_backend, "backend id {id} was given out already");
+        self.next_backend = id;
+    }
+
     /// The plan of a service.
     #[must_use]
     pub fn service(&self, service: ServiceId) -> &ServicePlan {

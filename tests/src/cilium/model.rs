@@ -200,6 +200,15 @@ impl Model {
         Ok(Array::<&MapData, u64>::try_from(map)?.get(&(stat as u32), 0)?)
     }
 
+    /// Kernel ids of its programs.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses.
+    pub fn program_ids(&self) -> Result<Vec<u32>> {
+        self.ebpf.programs().map(|(_, program)| Ok(program.info()?.id())).collect()
+    }
+
     /// Host-side devices that it is attached to.
     #[must_use]
     pub fn devices(&self) -> &[String] {

@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeSet,
+    fmt,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -30,13 +31,27 @@ pub enum Via {
     UdpSocket,
 }
 
-/// What a stream sends. Packet n carries `inner[n % inner.len()]`.
+/// Makes packet n from its number and the outer header of the spec.
+#[derive(Clone)]
+pub struct Generator(Arc<Generate>);
+
+type Generate = dyn Fn(u64, &Outer) -> (Outer, InnerPacket) + Send + Sync;
+
+impl fmt::Debug for Generator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Generator")
+    }
+}
+
+/// What a stream sends. Packet n carries `inner[n % inner.len()]`, unless there is a generator.
 #[derive(Clone, Debug)]
 pub struct StreamSpec {
     /// Outer header: source port, destination (the service), checksum.
     pub outer: Outer,
     /// Inner packets, in turn.
     pub inner: Vec<InnerPacket>,
+    /// Makes each packet instead.
+    pub generator: Option<Generator>,
     /// Number of packets, or until stopped.
     pub count: Option<u64>,
     /// Time between packets; `None` is as fast as possible.
@@ -220,12 +235,20 @@ impl Run {
                 // What is lost never arrives: go on after a moment.
                 self.log.wait(Duration::from_millis(20), |state| arrivals(state, self.number) > floor);
             }
-            let inner = &self.spec.inner[(sequence % self.spec.inner.len() as u64) as usize];
-            let payload = inner.build(Tag { stream: self.number, sequence });
+            let tag = Tag { stream: self.number, sequence };
+            let generated =
+                self.spec.generator.as_ref().map(|generator| generator.0(sequence, &self.spec.outer));
+            let (outer, payload) = match &generated {
+                Some((outer, inner)) => (outer, inner.build(tag)),
+                None => {
+                    let inner = &self.spec.inner[(sequence % self.spec.inner.len() as u64) as usize];
+                    (&self.spec.outer, inner.build(tag))
+                }
+            };
             times.push(now());
             let sent = match &self.sender {
-                Sender::Frames(sender) => sender.send(&self.spec.outer, &payload),
-                Sender::Udp(sender) => sender.send(self.spec.outer.destination, &payload),
+                Sender::Frames(sender) => sender.send(outer, &payload),
+                Sender::Udp(sender) => sender.send(outer.destination, &payload),
             };
             sent.with_context(|| format!("cannot send packet {sequence} of stream {}", self.number))?;
             self.sent.store(sequence + 1, Ordering::Release);
@@ -248,7 +271,15 @@ impl StreamSpec {
     /// One inner flow, as fast as possible until stopped, as frames.
     #[must_use]
     pub fn new(outer: Outer, inner: InnerPacket) -> Self {
-        Self { outer, inner: vec![inner], count: None, interval: None, window: 256, via: Via::Frames }
+        Self {
+            outer,
+            inner: vec![inner],
+            generator: None,
+            count: None,
+            interval: None,
+            window: 256,
+            via: Via::Frames,
+        }
     }
 
     /// With this number of packets.
@@ -267,6 +298,16 @@ impl StreamSpec {
     #[must_use]
     pub fn inner(self, inner: Vec<InnerPacket>) -> Self {
         Self { inner, ..self }
+    }
+
+    /// With packets made one by one: from the number of the packet and the outer header, which may be changed
+    /// (`fouSourcePortAuto`: a port for each inner flow). Through a UDP socket the source stays the spec's.
+    #[must_use]
+    pub fn generate(
+        self,
+        make: impl Fn(u64, &Outer) -> (Outer, InnerPacket) + Send + Sync + 'static,
+    ) -> Self {
+        Self { generator: Some(Generator(Arc::new(make))), ..self }
     }
 
     /// From another outer source port.
