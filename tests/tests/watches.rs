@@ -94,7 +94,10 @@ impl Follower {
         eventually(&format!("backends {expected:?}"), PATIENCE, || {
             let found = self.backends();
             let same = found.len() == expected.len()
-                && found.iter().zip(expected).all(|(found, expected)| (found.0.as_str(), found.1) == *expected);
+                && found
+                    .iter()
+                    .zip(expected)
+                    .all(|(found, expected)| (found.0.as_str(), found.1) == *expected);
             Ok(if same { Ok(()) } else { Err(found) })
         })
     }
@@ -153,7 +156,10 @@ fn the_first_lists_make_a_complete_plan() -> Result<()> {
     let (api, _cluster) = cluster()?;
     let follower = Follower::start(&api);
     let desired = follower.wait_complete()?;
-    assert_eq!(desired.services.keys().map(|service| service.address).collect::<Vec<_>>(), [ip("10.96.0.10")]);
+    assert_eq!(
+        desired.services.keys().map(|service| service.address).collect::<Vec<_>>(),
+        [ip("10.96.0.10")]
+    );
     let pods: Vec<_> = desired.pods.values().map(|pod| (pod.name.as_str(), pod.want)).collect();
     assert_eq!(pods, [("client", Want::Attached)]);
     assert!(desired.marks.values().all(|mark| mark.state == MarkState::Ready));
@@ -167,7 +173,8 @@ fn long_lists_come_in_pages_and_lose_nothing() -> Result<()> {
     for number in 0..250u32 {
         let [_, _, high, low] = number.to_be_bytes();
         let address = IpAddr::from([10, 5, high, low]);
-        cluster.client("app", &PodSpec::new(&format!("c{number}"), NODE, &[address]).client_of("net", "nat"))?;
+        cluster
+            .client("app", &PodSpec::new(&format!("c{number}"), NODE, &[address]).client_of("net", "nat"))?;
     }
     let follower = Follower::start(&api);
     assert_eq!(follower.wait_complete()?.pods.len(), 251);
@@ -211,7 +218,8 @@ fn however_a_watch_ends_nothing_is_missed() -> Result<()> {
         }
         api.start_listening()?;
         follower.wait(&format!("new backend after {how:?}, {gone:?}"), |desired| {
-            desired.complete && desired.marks.get(&ip("10.0.1.3")).is_some_and(|mark| mark.state == MarkState::Ready)
+            desired.complete
+                && desired.marks.get(&ip("10.0.1.3")).is_some_and(|mark| mark.state == MarkState::Ready)
         })?;
         api.close_watches(None, how);
         cluster.backend("net", "nat", &PodSpec::new("d", "node-7", &[ip("10.0.1.4")]))?;
@@ -233,7 +241,11 @@ fn an_api_server_that_is_gone_is_noticed_and_one_that_is_back_too() -> Result<()
     follower.wait_complete()?;
     api.stop_listening();
     let desired = follower.wait("incomplete plan", |desired| !desired.complete)?;
-    assert_eq!((desired.services.len(), desired.marks.len(), desired.pods.len()), (1, 2, 1), "what is known stays");
+    assert_eq!(
+        (desired.services.len(), desired.marks.len(), desired.pods.len()),
+        (1, 2, 1),
+        "what is known stays"
+    );
     let updates = follower.state.lock().unwrap().updates;
     api.start_listening()?;
     // Nothing has changed meanwhile, so no event says that the watches follow again.
@@ -249,7 +261,10 @@ fn refusals_are_repeated_until_they_end() -> Result<()> {
     let follower = Follower::start(&api);
     eventually("problem of every watch", PATIENCE, || {
         let watches = follower.state.lock().unwrap().watches.clone();
-        let told = watches.all().values().all(|watch| watch.problem.as_ref().is_some_and(|problem| problem.contains("500")));
+        let told = watches
+            .all()
+            .values()
+            .all(|watch| watch.problem.as_ref().is_some_and(|problem| problem.contains("500")));
         Ok(if told { Ok(()) } else { Err(watches) })
     })?;
     api.set_outage(Outage::None);
@@ -261,14 +276,17 @@ fn refusals_are_repeated_until_they_end() -> Result<()> {
 fn a_malformed_object_is_skipped_alone() -> Result<()> {
     let (api, cluster) = cluster()?;
     let labels = json!({"app.kubernetes.io/name": "coil", "app.kubernetes.io/component": "egress"});
-    let odd = |spec: serde_json::Value| {
-        json!({"apiVersion": "v1", "kind": "Service", "metadata": {"namespace": "net", "name": "odd", "labels": labels}, "spec": spec})
-    };
+    let odd = |spec: serde_json::Value| json!({"apiVersion": "v1", "kind": "Service", "metadata": {"namespace": "net", "name": "odd", "labels": labels}, "spec": spec});
     api.put_raw(Kind::Service, "net", "odd", odd(json!({"ports": "many"})));
-    api.put_raw(Kind::Egress, "net", "strange", json!({
-        "apiVersion": "coil.cybozu.com/v2", "kind": "Egress",
-        "metadata": {"namespace": "net", "name": "strange"}, "spec": {"fouSourcePortAuto": "perhaps"},
-    }));
+    api.put_raw(
+        Kind::Egress,
+        "net",
+        "strange",
+        json!({
+            "apiVersion": "coil.cybozu.com/v2", "kind": "Egress",
+            "metadata": {"namespace": "net", "name": "strange"}, "spec": {"fouSourcePortAuto": "perhaps"},
+        }),
+    );
     let follower = Follower::start(&api);
     assert_eq!(follower.wait_complete()?.services.len(), 1);
     let told = follower.state.lock().unwrap().malformed.join("\n");
@@ -285,7 +303,11 @@ fn a_malformed_object_is_skipped_alone() -> Result<()> {
     let desired = follower.wait("third backend", |desired| desired.marks.len() == 3)?;
     eventually("warning", PATIENCE, || {
         let told = follower.state.lock().unwrap().malformed.join("\n");
-        Ok(if told.contains("Service net/nat is skipped") && told.contains("nowhere") { Ok(()) } else { Err(told) })
+        Ok(if told.contains("Service net/nat is skipped") && told.contains("nowhere") {
+            Ok(())
+        } else {
+            Err(told)
+        })
     })?;
     assert_eq!(desired.services.keys().next().map(|service| service.address), Some(ip("10.96.0.10")));
     api.put_raw(Kind::Service, "net", "nat", good);
@@ -309,8 +331,9 @@ fn duplicated_coalesced_and_reordered_events_end_in_the_same_plan() -> Result<()
                 api.deliver(kind, delivery);
             }
             api.hold(late);
-            let new: Vec<PodSpec> =
-                (3..5).map(|last| PodSpec::new(&format!("n{last}"), "node-7", &[IpAddr::from([10, 0, 1, last])])).collect();
+            let new: Vec<PodSpec> = (3..5)
+                .map(|last| PodSpec::new(&format!("n{last}"), "node-7", &[IpAddr::from([10, 0, 1, last])]))
+                .collect();
             cluster.roll("net", "nat", &new, |_| Ok(()))?;
             let leaving = cluster.backends("net", "nat").remove(0);
             cluster.terminate(&leaving, Some(30))?;
@@ -318,10 +341,9 @@ fn duplicated_coalesced_and_reordered_events_end_in_the_same_plan() -> Result<()
 
             let fresh = Follower::start(&api);
             let expected = comparable(&fresh.wait_complete()?);
-            follower
-                .wait(&format!("plan as listed afresh, {delivery:?}, {late:?} late"), |desired| {
-                    comparable(desired) == expected
-                })?;
+            follower.wait(&format!("plan as listed afresh, {delivery:?}, {late:?} late"), |desired| {
+                comparable(desired) == expected
+            })?;
         }
     }
     Ok(())

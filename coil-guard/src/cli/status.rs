@@ -58,7 +58,7 @@ fn write_text(out: &mut String, snapshot: &Snapshot) -> std::fmt::Result {
     }
     match snapshot.heartbeat_until {
         Some(until) if until > now => {
-            writeln!(out, "Agent: its word counts for another {}", seconds(until.since(now)))?
+            writeln!(out, "Agent: its word counts for another {}", seconds(until.since(now)))?;
         }
         Some(until) => writeln!(
             out,
@@ -226,7 +226,7 @@ mod tests {
 
     #[test]
     fn an_untouched_node_says_so() {
-        assert_eq!(super::text(&Snapshot::default()), "Nothing is guarded on this node.\n");
+        assert_eq!(text(&Snapshot::default()), "Nothing is guarded on this node.\n");
     }
 
     #[test]

@@ -62,7 +62,8 @@ pub(super) fn read_egress(annotations: &BTreeMap<String, String>, egress: &mut E
     if let Some(value) = annotations.get(DRAIN_TIMEOUT) {
         egress.drain_timeout = parse_duration(value);
         if egress.drain_timeout.is_none() {
-            let advice = "a duration such as 90s or 10m is expected; the pod's grace period alone bounds the drain";
+            let advice =
+                "a duration such as 90s or 10m is expected; the pod's grace period alone bounds the drain";
             egress.problems.push(AnnotationProblem { key: DRAIN_TIMEOUT, value: value.clone(), advice });
         }
     }
@@ -70,7 +71,11 @@ pub(super) fn read_egress(annotations: &BTreeMap<String, String>, egress: &mut E
         match parse_not_ready_after(value) {
             Ok(after) => egress.not_ready_after = Some(after),
             Err(advice) => {
-                egress.problems.push(AnnotationProblem { key: NOT_READY_AFTER, value: value.clone(), advice });
+                egress.problems.push(AnnotationProblem {
+                    key: NOT_READY_AFTER,
+                    value: value.clone(),
+                    advice,
+                });
             }
         }
     }
@@ -118,7 +123,11 @@ mod tests {
     fn an_unknown_mode_is_off_and_reported_with_its_value() {
         for text in ["on", "", "drain,reset", "true"] {
             let egress = egress(MODE, text);
-            assert_eq!(egress.mode, Some(None), "{text}: explicitly off, so that the default mode does not apply");
+            assert_eq!(
+                egress.mode,
+                Some(None),
+                "{text}: explicitly off, so that the default mode does not apply"
+            );
             assert_eq!(egress.problems.len(), 1);
             assert_eq!((egress.problems[0].key, egress.problems[0].value.as_str()), (MODE, text));
         }
@@ -144,9 +153,11 @@ mod tests {
 
     #[test]
     fn clients_are_read_as_coil_does() {
-        let annotations = [("egress.coil.cybozu.com/net", "a,b, c"), ("egress.coil.cybozu.com/other", "a"), ("x/y", "z")]
-            .map(|(key, value)| (key.to_owned(), value.to_owned()));
-        let name = |namespace: &str, name: &str| EgressName { namespace: namespace.into(), name: name.into() };
+        let annotations =
+            [("egress.coil.cybozu.com/net", "a,b, c"), ("egress.coil.cybozu.com/other", "a"), ("x/y", "z")]
+                .map(|(key, value)| (key.to_owned(), value.to_owned()));
+        let name =
+            |namespace: &str, name: &str| EgressName { namespace: namespace.into(), name: name.into() };
         assert_eq!(
             read_client(&annotations.into()),
             BTreeSet::from([name("net", "a"), name("net", "b"), name("net", " c"), name("other", "a")])

@@ -108,7 +108,10 @@ pub(super) fn observe<'a>(
     };
     for endpoint in endpoints {
         for address in &endpoint.addresses {
-            join(listed.entry(BackendKey { address: *address, pod: endpoint.pod.clone() }).or_default(), endpoint);
+            join(
+                listed.entry(BackendKey { address: *address, pod: endpoint.pod.clone() }).or_default(),
+                endpoint,
+            );
         }
         if let Some(uid) = &endpoint.pod {
             join(by_pod.entry(uid).or_default(), endpoint);
@@ -135,7 +138,9 @@ pub(super) fn observe<'a>(
         let before = previous.get(key);
         let state = match listed.get(key) {
             _ if pods.has_ended(key.pod.as_ref()) => BackendState::Gone,
-            Some(conditions) if conditions.terminating || pod.is_some_and(|pod| pod.deleting) => BackendState::Leaving,
+            Some(conditions) if conditions.terminating || pod.is_some_and(|pod| pod.deleting) => {
+                BackendState::Leaving
+            }
             Some(conditions) if conditions.ready => BackendState::Ready,
             Some(_) => BackendState::NotReady,
             None if may_come_back(egress, key, before, pod) => BackendState::Settling,
@@ -154,7 +159,12 @@ pub(super) fn observe<'a>(
     backends
 }
 
-fn may_come_back(egress: &ObjectName, key: &BackendKey, before: Option<&Backend>, pod: Option<&EgressPod>) -> bool {
+fn may_come_back(
+    egress: &ObjectName,
+    key: &BackendKey,
+    before: Option<&Backend>,
+    pod: Option<&EgressPod>,
+) -> bool {
     before.is_some_and(|before| !matches!(before.state, BackendState::Leaving | BackendState::Gone))
         && pod.is_some_and(|pod| {
             !pod.deleting

@@ -33,7 +33,10 @@ impl Index {
         let backends = &self.backends;
         self.deleted.retain(|uid, since| {
             now.since(*since) < REMEMBER_DELETED
-                || backends.values().flat_map(|of_egress| of_egress.keys()).any(|key| key.pod.as_ref() == Some(uid))
+                || backends
+                    .values()
+                    .flat_map(|of_egress| of_egress.keys())
+                    .any(|key| key.pod.as_ref() == Some(uid))
         });
         if complete {
             // From here on the index itself knows since when.
@@ -56,7 +59,12 @@ impl Index {
         held
     }
 
-    fn find_suspects(&mut self, held: &BTreeMap<ObjectName, BTreeSet<IpAddr>>, complete: bool, now: Monotonic) {
+    fn find_suspects(
+        &mut self,
+        held: &BTreeMap<ObjectName, BTreeSet<IpAddr>>,
+        complete: bool,
+        now: Monotonic,
+    ) {
         let mut suspects = BTreeMap::new();
         if complete {
             for (egress, addresses) in held {
@@ -67,8 +75,12 @@ impl Index {
                     let first = self.suspects.get(&suspect).copied().unwrap_or(now);
                     // What a predecessor had marked was a backend, and has gone while no agent was looking.
                     if self.recovered.contains_key(address) || now.since(first) >= SUSPECT {
-                        let gone =
-                            Backend { state: BackendState::Gone, since: now, serving: false, grace: Duration::ZERO };
+                        let gone = Backend {
+                            state: BackendState::Gone,
+                            since: now,
+                            serving: false,
+                            grace: Duration::ZERO,
+                        };
                         let key = BackendKey { address: *address, pod: None };
                         self.backends.entry(egress.clone()).or_default().insert(key, gone);
                     } else {

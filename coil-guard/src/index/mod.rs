@@ -22,7 +22,9 @@ use std::{
     net::IpAddr,
 };
 
-pub use annotations::{DRAIN_TIMEOUT, EGRESS_PREFIX, MODE, NOT_READY_AFTER, parse_mode, parse_not_ready_after};
+pub use annotations::{
+    DRAIN_TIMEOUT, EGRESS_PREFIX, MODE, NOT_READY_AFTER, parse_mode, parse_not_ready_after,
+};
 pub use backends::{Backend, BackendKey, BackendState, Backends, SETTLE};
 pub use objects::*;
 pub use parse::*;
@@ -142,7 +144,9 @@ impl Index {
                 match &pod.egress {
                     Some(egress) => drop(touched.insert(egress.clone())),
                     // Without the label, whichever Service of the namespace selects it.
-                    None => touched.extend(backends.keys().filter(|key| key.namespace == name.namespace).cloned()),
+                    None => {
+                        touched.extend(backends.keys().filter(|key| key.namespace == name.namespace).cloned());
+                    }
                 }
             }
             if let Some(old) = old.filter(|old| new.is_none_or(|new| new.uid != old.uid)) {
@@ -187,7 +191,8 @@ impl Index {
 
     /// Works out the backends of a Service anew.
     fn refresh(&mut self, egress: ObjectName, now: Monotonic) {
-        let slices = self.slices_of.get(&egress).into_iter().flatten().filter_map(|name| self.slices.get(name));
+        let slices =
+            self.slices_of.get(&egress).into_iter().flatten().filter_map(|name| self.slices.get(name));
         let endpoints = slices.flat_map(|slice| &slice.endpoints);
         let pods = backends::Pods { by_uid: &self.pods_by_uid, by_name: &self.pods, deleted: &self.deleted };
         let none = Backends::new();

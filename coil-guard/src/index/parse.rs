@@ -104,11 +104,14 @@ impl Subject<'_> {
     }
 
     fn required<'a>(&self, field: &str, value: Option<&'a str>) -> Result<&'a str, Malformed> {
-        value.filter(|value| !value.is_empty()).ok_or_else(|| self.malformed(field, "a value is expected, there is none"))
+        value
+            .filter(|value| !value.is_empty())
+            .ok_or_else(|| self.malformed(field, "a value is expected, there is none"))
     }
 
     fn address(&self, field: impl Fn() -> String, text: &str) -> Result<IpAddr, Malformed> {
-        text.parse().map_err(|_| self.malformed(field(), format!("an IP address is expected, found {text:?}")))
+        text.parse()
+            .map_err(|_| self.malformed(field(), format!("an IP address is expected, found {text:?}")))
     }
 
     fn pod_addresses(&self, pod: &Pod) -> Result<BTreeSet<IpAddr>, Malformed> {
@@ -157,7 +160,10 @@ fn seconds(seconds: i64) -> Duration {
 /// A field that it cannot do without is missing or wrong, or the FoU port is not among its UDP ports.
 pub fn service(object: &ApiService, fou_port: u16) -> Result<(ObjectName, Service), Malformed> {
     let subject = Subject { kind: "Service", metadata: &object.metadata };
-    let spec = object.spec.as_ref().ok_or_else(|| subject.malformed("spec", "a value is expected, there is none"))?;
+    let spec = object
+        .spec
+        .as_ref()
+        .ok_or_else(|| subject.malformed("spec", "a value is expected, there is none"))?;
     let texts = spec.cluster_ips.iter().flatten().chain(spec.cluster_ip.as_ref());
     let cluster_ips = texts
         .filter(|text| !text.is_empty() && *text != "None")
@@ -184,19 +190,23 @@ pub fn slice(object: &EndpointSlice, fou_port: u16) -> Result<(ObjectName, Slice
     let subject = Subject { kind: "EndpointSlice", metadata: &object.metadata };
     let name = subject.name()?;
     let label = object.metadata.labels.as_ref().and_then(|labels| labels.get(SERVICE_LABEL));
-    let service = subject.required(&format!("metadata.labels[{SERVICE_LABEL}]"), label.map(String::as_str))?;
+    let service =
+        subject.required(&format!("metadata.labels[{SERVICE_LABEL}]"), label.map(String::as_str))?;
     let service = ObjectName { namespace: name.namespace.clone(), name: service.to_owned() };
-    let serves_fou = object.ports.iter().flatten().any(|port| {
-        port.protocol.as_deref() == Some("UDP") && port.port == Some(i32::from(fou_port))
-    });
+    let serves_fou = object
+        .ports
+        .iter()
+        .flatten()
+        .any(|port| port.protocol.as_deref() == Some("UDP") && port.port == Some(i32::from(fou_port)));
     let mut endpoints = Vec::new();
     if serves_fou {
         for (index, endpoint) in object.endpoints.iter().enumerate() {
             let address = |text: &String| subject.address(|| format!("endpoints[{index}].addresses"), text);
             let conditions = endpoint.conditions.as_ref();
-            let condition = |get: fn(&k8s_openapi::api::discovery::v1::EndpointConditions) -> Option<bool>| {
-                conditions.and_then(get)
-            };
+            let condition =
+                |get: fn(&k8s_openapi::api::discovery::v1::EndpointConditions) -> Option<bool>| {
+                    conditions.and_then(get)
+                };
             // Unset means true for ready and, to Cilium, "as ready" for serving.
             let ready = condition(|conditions| conditions.ready).unwrap_or(true);
             let target = endpoint.target_ref.as_ref();
@@ -234,10 +244,13 @@ pub fn egress_pod(object: &Pod) -> Result<(ObjectName, EgressPod), Malformed> {
     let of_spec = object.spec.as_ref().and_then(|spec| spec.termination_grace_period_seconds);
     let pod = EgressPod {
         uid: subject.uid()?,
-        egress: instance.map(|instance| ObjectName { namespace: name.namespace.clone(), name: instance.clone() }),
+        egress: instance
+            .map(|instance| ObjectName { namespace: name.namespace.clone(), name: instance.clone() }),
         addresses: subject.pod_addresses(object)?,
         finished: is_finished(object),
-        ready: conditions.into_iter().any(|condition| condition.type_ == "Ready" && condition.status == "True"),
+        ready: conditions
+            .into_iter()
+            .any(|condition| condition.type_ == "Ready" && condition.status == "True"),
         deleting: object.metadata.deletion_timestamp.is_some(),
         grace: of_deletion.or(of_spec).map_or(DEFAULT_GRACE, seconds),
     };

@@ -36,7 +36,8 @@ pub(crate) fn named(name: &str) -> ObjectName {
 
 /// An Egress with annotations.
 pub(crate) fn api_egress(name: &str, annotations: &[(&str, &str)]) -> ApiEgress {
-    let annotations: Value = annotations.iter().map(|(key, value)| ((*key).to_owned(), json!(value))).collect();
+    let annotations: Value =
+        annotations.iter().map(|(key, value)| ((*key).to_owned(), json!(value))).collect();
     serde_json::from_value(json!({
         "apiVersion": "coil.cybozu.com/v2", "kind": "Egress",
         "metadata": {"namespace": NAMESPACE, "name": name, "uid": format!("egress-{name}"), "annotations": annotations},
@@ -69,7 +70,8 @@ pub(crate) fn endpoint(address: &str, uid: &str, conditions: &str) -> Value {
 
 /// A slice of a Service. No endpoints are sent as `null`, and then without ports, as the API server does it.
 pub(crate) fn api_slice(name: &str, service: &str, endpoints: &[Value]) -> EndpointSlice {
-    let ports = if endpoints.is_empty() { Value::Null } else { json!([{"port": FOU_PORT, "protocol": "UDP"}]) };
+    let ports =
+        if endpoints.is_empty() { Value::Null } else { json!([{"port": FOU_PORT, "protocol": "UDP"}]) };
     let endpoints = if endpoints.is_empty() { Value::Null } else { json!(endpoints) };
     serde_json::from_value(json!({
         "metadata": {
@@ -176,7 +178,10 @@ pub(crate) fn running(mode: &str) -> Index {
     let mut index = Index::default();
     index.egress_is(&api_egress(EGRESS, &[("coil-guard.io/mode", mode)]), at(0));
     index.service_is(&api_service(EGRESS, &[CLUSTER_IP]), at(0));
-    index.slice_is(&api_slice("s", EGRESS, &[endpoint("10.0.1.1", "a", "r s"), endpoint("10.0.1.2", "b", "r s")]), at(0));
+    index.slice_is(
+        &api_slice("s", EGRESS, &[endpoint("10.0.1.1", "a", "r s"), endpoint("10.0.1.2", "b", "r s")]),
+        at(0),
+    );
     index.pod_is(&api_egress_pod("a", &["10.0.1.1"], &json!({})), at(0));
     index.pod_is(&api_egress_pod("b", &["10.0.1.2"], &json!({})), at(0));
     index.client_is(&api_client("client", "10.0.0.1", EGRESS, &json!({})), at(0));

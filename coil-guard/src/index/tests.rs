@@ -12,8 +12,13 @@ fn a_slice_without_endpoints_is_read() {
 
 #[test]
 fn a_slice_of_another_port_or_protocol_counts_for_nothing() {
-    for port in [json!({"port": 5556, "protocol": "UDP"}), json!({"port": 5555, "protocol": "TCP"}), json!({"port": 5555})] {
-        let mut object = serde_json::to_value(api_slice("s", EGRESS, &[endpoint("10.0.1.1", "a", "r s")])).unwrap();
+    for port in [
+        json!({"port": 5556, "protocol": "UDP"}),
+        json!({"port": 5555, "protocol": "TCP"}),
+        json!({"port": 5555}),
+    ] {
+        let mut object =
+            serde_json::to_value(api_slice("s", EGRESS, &[endpoint("10.0.1.1", "a", "r s")])).unwrap();
         object["ports"] = json!([port]);
         let (_, slice) = slice(&serde_json::from_value(object).unwrap(), FOU_PORT).unwrap();
         assert_eq!(slice.endpoints, [], "{port}");
@@ -31,7 +36,10 @@ fn unset_conditions_mean_what_the_api_says() {
     };
     assert_eq!(conditions(json!(null)), (true, true, false));
     assert_eq!(conditions(json!({"ready": false})), (false, false, false));
-    assert_eq!(conditions(json!({"ready": false, "serving": true, "terminating": true})), (false, true, true));
+    assert_eq!(
+        conditions(json!({"ready": false, "serving": true, "terminating": true})),
+        (false, true, true)
+    );
 }
 
 #[test]
@@ -47,13 +55,21 @@ fn malformed_objects_name_themselves_and_the_field() {
     assert!(text(service(&object, FOU_PORT).unwrap_err()).contains("net/nat is skipped: spec:"));
     let object = api_service(EGRESS, &[CLUSTER_IP]);
     let error = text(service(&object, 6666).unwrap_err());
-    assert!(error.contains("UDP port 6666 is expected, found UDP ports [5555]") && error.contains("--fou-port"), "{error}");
+    assert!(
+        error.contains("UDP port 6666 is expected, found UDP ports [5555]") && error.contains("--fou-port"),
+        "{error}"
+    );
 
     let mut object = api_slice("s", EGRESS, &[]);
     object.metadata.labels = None;
-    assert!(text(slice(&object, FOU_PORT).unwrap_err()).contains("metadata.labels[kubernetes.io/service-name]"));
+    assert!(
+        text(slice(&object, FOU_PORT).unwrap_err()).contains("metadata.labels[kubernetes.io/service-name]")
+    );
     let object = api_slice("s", EGRESS, &[endpoint("10.0.1.1", "a", "r"), endpoint("nowhere", "b", "r")]);
-    assert!(text(slice(&object, FOU_PORT).unwrap_err()).contains("EndpointSlice net/s is skipped: endpoints[1].addresses"));
+    assert!(
+        text(slice(&object, FOU_PORT).unwrap_err())
+            .contains("EndpointSlice net/s is skipped: endpoints[1].addresses")
+    );
 
     let mut object = api_egress_pod("a", &["10.0.1.1"], &json!({}));
     object.metadata.uid = None;
@@ -104,7 +120,11 @@ fn a_reset_drops_what_it_does_not_list_and_keeps_what_could_not_be_read() {
     index.egress_is(&api_egress("third", &[]), at(0));
     let (name, egress) = egress(&api_egress(EGRESS, &[("coil-guard.io/mode", "drain")])).unwrap();
     index.update(
-        Update::Egress(Change::Reset(vec![(name.clone(), Some(egress)), (named("other"), None), (named("new"), None)])),
+        Update::Egress(Change::Reset(vec![
+            (name.clone(), Some(egress)),
+            (named("other"), None),
+            (named("new"), None),
+        ])),
         at(1),
     );
     assert_eq!(index.egresses().keys().collect::<Vec<_>>(), [&name, &named("other")]);

@@ -71,9 +71,11 @@ impl Topic {
         match self {
             Self::ModeChanged | Self::InvalidAnnotation(_) | Self::NoPreStop => "Configure",
             Self::AttachFailed | Self::PortsOverlap => "Attach",
-            Self::Moved(_) | Self::WouldMove(_) | Self::NoLive(_) | Self::NotDrained(_) | Self::RewriteStuck(_) => {
-                "MoveFlows"
-            }
+            Self::Moved(_)
+            | Self::WouldMove(_)
+            | Self::NoLive(_)
+            | Self::NotDrained(_)
+            | Self::RewriteStuck(_) => "MoveFlows",
         }
     }
 
@@ -163,7 +165,11 @@ impl Ledger {
             entry.clients.insert(client.clone());
         }
         entry.last_notice = now;
-        let earliest = if entry.written { entry.last_write.saturating_add(PATCH_EVERY) } else { now.saturating_add(GATHER) };
+        let earliest = if entry.written {
+            entry.last_write.saturating_add(PATCH_EVERY)
+        } else {
+            now.saturating_add(GATHER)
+        };
         entry.due = Some(entry.due.unwrap_or(earliest.max(now)));
         entry.latest = notice;
     }
@@ -207,11 +213,17 @@ impl Entry {
         let clients = self.clients.len();
         let plural = |number: usize| if number == 1 { "" } else { "s" };
         match self.latest.topic {
-            Topic::Moved(_) | Topic::WouldMove(_) | Topic::NoLive(_) | Topic::NotDrained(_) | Topic::RewriteStuck(_) => {
+            Topic::Moved(_)
+            | Topic::WouldMove(_)
+            | Topic::NoLive(_)
+            | Topic::NotDrained(_)
+            | Topic::RewriteStuck(_) => {
                 let times = if self.count == 1 { "once".into() } else { format!("{} times", self.count) };
                 format!("{text} ({times}, {clients} client pod{})", plural(clients))
             }
-            Topic::AttachFailed | Topic::PortsOverlap => format!("{clients} client pod{}: {text}", plural(clients)),
+            Topic::AttachFailed | Topic::PortsOverlap => {
+                format!("{clients} client pod{}: {text}", plural(clients))
+            }
             Topic::ModeChanged | Topic::InvalidAnnotation(_) | Topic::NoPreStop => text.clone(),
         }
     }

@@ -116,7 +116,9 @@ mod tests {
 
     #[test]
     fn a_field_of_a_wrong_type_is_named_with_its_object() {
-        let object = raw(r#"{"metadata":{"namespace":"net","name":"nat","resourceVersion":"7"},"spec":{"ports":"many"}}"#);
+        let object = raw(
+            r#"{"metadata":{"namespace":"net","name":"nat","resourceVersion":"7"},"spec":{"ports":"many"}}"#,
+        );
         let read = object.read::<ServiceWatch>(5555);
         let error = read.object.unwrap_err().to_string();
         assert!(error.starts_with("Service net/nat is skipped: spec.ports: invalid type"), "{error}");
@@ -133,7 +135,10 @@ mod tests {
         assert_eq!((event.kind, event.object.status().code), (EventKind::Error, 410));
         let text = r#"{"type":"BOOKMARK","object":{"metadata":{"resourceVersion":"9"}}}"#;
         let event: RawEvent = serde_json::from_str(text).unwrap();
-        assert_eq!((event.kind, event.object.resource_version().as_deref()), (EventKind::Bookmark, Some("9")));
+        assert_eq!(
+            (event.kind, event.object.resource_version().as_deref()),
+            (EventKind::Bookmark, Some("9"))
+        );
     }
 
     #[test]
@@ -144,7 +149,10 @@ mod tests {
 
     #[test]
     fn a_list_without_items_is_empty() {
-        for text in [r#"{"metadata":{"resourceVersion":"5"},"items":null}"#, r#"{"metadata":{"resourceVersion":"5"}}"#] {
+        for text in [
+            r#"{"metadata":{"resourceVersion":"5"},"items":null}"#,
+            r#"{"metadata":{"resourceVersion":"5"}}"#,
+        ] {
             let list: RawList = serde_json::from_str(text).unwrap();
             assert!(list.items.unwrap_or_default().is_empty());
             assert_eq!(list.metadata.resource_version.as_deref(), Some("5"));

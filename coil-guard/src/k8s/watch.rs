@@ -22,10 +22,7 @@ use super::{
     kinds::Watched,
     raw::{EventKind, RawEvent, RawList},
 };
-use crate::{
-    clock::Monotonic,
-    index::Change,
-};
+use crate::{clock::Monotonic, index::Change};
 
 /// Objects of a page. A page is in memory as text once; 100 pods are about half a megabyte.
 const PAGE: u32 = 100;
@@ -107,16 +104,26 @@ impl<K: Watched> Watch<K> {
 
     async fn list(&self) -> Result<String, Ended> {
         let (label_selector, field_selector) = K::KIND.selectors(&self.node.name);
-        let mut page = ListParams { label_selector, field_selector, limit: Some(PAGE), ..ListParams::default() };
+        let mut page =
+            ListParams { label_selector, field_selector, limit: Some(PAGE), ..ListParams::default() };
         let mut objects = BTreeMap::new();
         loop {
-            let request = Request::new(K::KIND.path()).list(&page).map_err(|error| Ended::Failed(error.to_string()))?;
+            let request =
+                Request::new(K::KIND.path()).list(&page).map_err(|error| Ended::Failed(error.to_string()))?;
             let text = match timeout(REQUEST, self.client.request_text(request)).await {
                 Ok(answer) => answer.map_err(|error| failed::<K>("list", &error))?,
-                Err(_) => return Err(Ended::Failed(format!("cannot list {}: no answer within 30 s", K::KIND.resource()))),
+                Err(_) => {
+                    return Err(Ended::Failed(format!(
+                        "cannot list {}: no answer within 30 s",
+                        K::KIND.resource()
+                    )));
+                }
             };
             let list: RawList = serde_json::from_str(&text).map_err(|error| {
-                Ended::Failed(format!("cannot list {}: the answer is not a list: {error}", K::KIND.resource()))
+                Ended::Failed(format!(
+                    "cannot list {}: the answer is not a list: {error}",
+                    K::KIND.resource()
+                ))
             })?;
             for raw in list.items.unwrap_or_default() {
                 let read = raw.read::<K>(self.node.fou_port);
@@ -139,7 +146,8 @@ impl<K: Watched> Watch<K> {
 
     async fn follow(&mut self, version: &str, backoff: &mut Backoff) -> Ended {
         let (label_selector, field_selector) = K::KIND.selectors(&self.node.name);
-        let params = WatchParams { label_selector, field_selector, bookmarks: true, ..WatchParams::default() };
+        let params =
+            WatchParams { label_selector, field_selector, bookmarks: true, ..WatchParams::default() };
         let request = match Request::new(K::KIND.path()).watch(&params, version) {
             Ok(request) => request,
             Err(error) => return Ended::Failed(error.to_string()),
@@ -147,7 +155,9 @@ impl<K: Watched> Watch<K> {
         let stream = match timeout(REQUEST, self.client.request_stream(request)).await {
             Ok(Ok(stream)) => stream.lines(),
             Ok(Err(error)) => return failed::<K>("watch", &error),
-            Err(_) => return Ended::Failed(format!("cannot watch {}: no answer within 30 s", K::KIND.resource())),
+            Err(_) => {
+                return Ended::Failed(format!("cannot watch {}: no answer within 30 s", K::KIND.resource()));
+            }
         };
         if let Err(ended) = self.tell(Health::Established).await {
             return ended;
@@ -159,10 +169,17 @@ impl<K: Watched> Watch<K> {
                 Ok(Ok(None)) => return Ended::Closed,
                 // However the connection broke, what was received is whole lines: go on after them.
                 Ok(Err(error)) => {
-                    return Ended::Failed(format!("the watch of {} broke: {}", K::KIND.resource(), chain(&error)));
+                    return Ended::Failed(format!(
+                        "the watch of {} broke: {}",
+                        K::KIND.resource(),
+                        chain(&error)
+                    ));
                 }
                 Err(_) => {
-                    return Ended::Failed(format!("the watch of {} was silent for 100 s", K::KIND.resource()));
+                    return Ended::Failed(format!(
+                        "the watch of {} was silent for 100 s",
+                        K::KIND.resource()
+                    ));
                 }
             };
             let event = match serde_json::from_str::<RawEvent>(&line) {
@@ -172,7 +189,10 @@ impl<K: Watched> Watch<K> {
                 Err(error) => {
                     // Which object it was about is not known, so everything is listed anew.
                     self.version = None;
-                    return Ended::Failed(format!("the watch of {} sent no event: {error}", K::KIND.resource()));
+                    return Ended::Failed(format!(
+                        "the watch of {} sent no event: {error}",
+                        K::KIND.resource()
+                    ));
                 }
             };
             backoff.reset();
@@ -206,7 +226,8 @@ impl<K: Watched> Watch<K> {
     async fn change(&self, change: Change<K::Object>) -> Result<(), Ended> {
         let listed = matches!(change, Change::Reset(_));
         let received = Monotonic::now();
-        self.send(Message::Update { kind: K::KIND, update: Box::new(K::update(change)), listed, received }).await
+        self.send(Message::Update { kind: K::KIND, update: Box::new(K::update(change)), listed, received })
+            .await
     }
 
     async fn tell(&self, health: Health) -> Result<(), Ended> {
@@ -257,4 +278,3 @@ pub(super) fn spawn<K: Watched>(client: &Client, node: &Node, out: &mpsc::Sender
     let watch = Watch::<K>::new(client.clone(), node.clone(), out.clone());
     drop(tokio::task::spawn_local(watch.run()));
 }
-

@@ -30,8 +30,11 @@ impl SnapshotCell {
     }
 }
 
-/// What the program does, by the value of the `action` label.
-const ACTIONS: [(&str, fn(&EgressCounters) -> u64); 11] = [
+/// Value of the `action` label, and where its number is.
+type Action = (&'static str, fn(&EgressCounters) -> u64);
+
+/// What the program does.
+const ACTIONS: [Action; 11] = [
     ("moved", |counters| counters.moved),
     ("created", |counters| counters.created),
     ("repaired", |counters| counters.repaired),
@@ -177,6 +180,7 @@ impl SnapshotCell {
 
 fn heartbeat(snapshot: &Snapshot) -> i64 {
     let Some(until) = snapshot.heartbeat_until else { return 0 };
-    let seconds = |later: Monotonic, earlier| i64::try_from(later.since(earlier).as_secs()).unwrap_or(i64::MAX);
+    let seconds =
+        |later: Monotonic, earlier| i64::try_from(later.since(earlier).as_secs()).unwrap_or(i64::MAX);
     if until >= snapshot.time { seconds(until, snapshot.time) } else { -seconds(snapshot.time, until) }
 }

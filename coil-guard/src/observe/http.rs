@@ -41,7 +41,11 @@ pub struct Endpoints {
 /// # Errors
 ///
 /// An address cannot be bound.
-pub async fn serve(endpoints: &Endpoints, metrics: Option<SocketAddr>, health: Option<SocketAddr>) -> anyhow::Result<()> {
+pub async fn serve(
+    endpoints: &Endpoints,
+    metrics: Option<SocketAddr>,
+    health: Option<SocketAddr>,
+) -> anyhow::Result<()> {
     if let Some(address) = metrics {
         let router = Router::new().route("/metrics", get(get_metrics)).with_state(endpoints.clone());
         start(router, address, "--metrics-address").await?;
@@ -80,7 +84,8 @@ async fn get_metrics(State(endpoints): State<Endpoints>) -> Response {
     endpoints.cell.set(snapshot);
     match endpoints.metrics.encode() {
         Ok(text) => {
-            ([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text).into_response()
+            ([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text)
+                .into_response()
         }
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
     }
@@ -95,7 +100,8 @@ async fn get_livez(State(endpoints): State<Endpoints>) -> Response {
 }
 
 async fn get_readyz(State(endpoints): State<Endpoints>) -> Response {
-    let status = if endpoints.readiness.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
+    let status =
+        if endpoints.readiness.is_ready() { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     (status, endpoints.readiness.report()).into_response()
 }
 

@@ -1,8 +1,10 @@
 //! The log, and its level, which can be changed while the agent runs.
 
-use std::fmt;
+use std::{fmt, io::IsTerminal as _};
 
-use tracing_subscriber::{EnvFilter, Registry, fmt as layer, layer::SubscriberExt as _, reload, util::SubscriberInitExt as _};
+use tracing_subscriber::{
+    EnvFilter, Registry, fmt as layer, layer::SubscriberExt as _, reload, util::SubscriberInitExt as _,
+};
 
 /// How log lines look.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -49,7 +51,9 @@ pub fn init(format: LogFormat, level: &str) -> Result<LogControl, String> {
     let (filter, handle) = reload::Layer::new(parse_filter(level)?);
     let registry = tracing_subscriber::registry().with(filter);
     let started = match format {
-        LogFormat::Text => registry.with(layer::layer().with_writer(std::io::stderr)).try_init(),
+        LogFormat::Text => registry
+            .with(layer::layer().with_ansi(std::io::stderr().is_terminal()).with_writer(std::io::stderr))
+            .try_init(),
         LogFormat::Json => {
             let json = layer::layer().json().flatten_event(true).with_writer(std::io::stderr);
             registry.with(json).try_init()

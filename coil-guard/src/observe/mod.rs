@@ -5,6 +5,8 @@ mod http;
 mod log;
 mod metrics;
 mod readiness;
+#[cfg(test)]
+mod tests;
 
 pub use collector::SnapshotCell;
 pub use http::{Endpoints, SnapshotRequest, serve};

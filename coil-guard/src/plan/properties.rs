@@ -71,9 +71,9 @@ fn slice_updates(places: &Places) -> Vec<Update> {
             let endpoints: Vec<_> = here
                 .map(|pod| {
                     let terminating = pod.deleting.is_some();
-                    let conditions =
-                        [(pod.ready && !terminating, "r"), (pod.ready, "s"), (terminating, "t")];
-                    let set: Vec<&str> = conditions.iter().filter(|(set, _)| *set).map(|(_, name)| *name).collect();
+                    let conditions = [(pod.ready && !terminating, "r"), (pod.ready, "s"), (terminating, "t")];
+                    let set: Vec<&str> =
+                        conditions.iter().filter(|(set, _)| *set).map(|(_, name)| *name).collect();
                     endpoint(&pod.address, &pod.uid, &set.join(" "))
                 })
                 .collect();
@@ -94,8 +94,11 @@ fn history(steps: &[(usize, Step)]) -> History {
         let slot = &mut history.last[*place];
         match (step, slot.as_mut()) {
             (Step::Create, None) => {
-                let address =
-                    if *place == SHARED { "10.0.1.1".to_owned() } else { format!("10.0.{}.{}", place + 1, number + 1) };
+                let address = if *place == SHARED {
+                    "10.0.1.1".to_owned()
+                } else {
+                    format!("10.0.{}.{}", place + 1, number + 1)
+                };
                 let uid = format!("{place}-{number}");
                 *slot = Some(Pod { uid, address, ready: false, deleting: None, finished: false });
             }

@@ -73,14 +73,19 @@ fn the_default_mode_is_for_egresses_without_the_annotation() {
     assert_eq!(mode(&[]), Some(Mode::Audit));
     assert_eq!(mode(&[("coil-guard.io/mode", "Drain")]), Some(Mode::Drain));
     assert_eq!(mode(&[("coil-guard.io/mode", "off")]), None);
-    assert_eq!(mode(&[("coil-guard.io/mode", "unknown")]), None, "an unknown value means off, whatever the default");
+    assert_eq!(
+        mode(&[("coil-guard.io/mode", "unknown")]),
+        None,
+        "an unknown value means off, whatever the default"
+    );
 }
 
 #[test]
 fn both_cluster_ips_are_guarded_and_a_changed_one_replaces_the_old() {
     let mut index = running("reset");
     index.service_is(&api_service(EGRESS, &[CLUSTER_IP, "fd00::10"]), at(1));
-    let addresses = |index: &Index| plan_at(index, 1).services.into_keys().map(|key| key.address).collect::<Vec<_>>();
+    let addresses =
+        |index: &Index| plan_at(index, 1).services.into_keys().map(|key| key.address).collect::<Vec<_>>();
     assert_eq!(addresses(&index), [ip(CLUSTER_IP), ip("fd00::10")]);
     index.service_is(&api_service(EGRESS, &["10.96.0.99"]), at(2));
     assert_eq!(addresses(&index), [ip("10.96.0.99")]);
@@ -243,7 +248,10 @@ fn an_address_in_two_slices_is_ready_if_it_is_in_either() {
     assert_eq!(mark(&index, "10.0.1.1", 1), READY);
     slice_of(&mut index, &[endpoint("10.0.1.2", "b", "r s")], 2);
     assert_eq!(mark(&index, "10.0.1.1", 2), not_ready(30_002));
-    index.slice_is(&api_slice("s2", EGRESS, &[endpoint("10.0.1.1", "a", "s t"), endpoint("10.0.1.2", "b", "r s")]), at(3));
+    index.slice_is(
+        &api_slice("s2", EGRESS, &[endpoint("10.0.1.1", "a", "s t"), endpoint("10.0.1.2", "b", "r s")]),
+        at(3),
+    );
     assert_eq!(mark(&index, "10.0.1.1", 3), LEAVING);
 }
 

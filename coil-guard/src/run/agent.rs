@@ -1,6 +1,10 @@
 //! The loop: changes in, plan out.
 
-use std::{collections::BTreeSet, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use anyhow::bail;
 use tokio::sync::mpsc;
@@ -33,9 +37,13 @@ pub(super) struct Agent {
     watches: Watches,
     datapath: Datapath,
     attached: BTreeSet<PodUid>,
+    /// Of the attached pods, for the log: a pod that is detached is in no plan any more.
+    names: BTreeMap<PodUid, String>,
     desired: Desired,
     /// A complete plan has been made.
     planned: bool,
+    /// The datapath has looked at every pod of the first plan.
+    settled: bool,
     /// By when the datapath wants to be called again.
     renew_by: Monotonic,
     look_at: Monotonic,
@@ -59,13 +67,15 @@ impl Agent {
     ) -> Self {
         let now = Monotonic::now();
         let marks = &datapath.remembered().marks;
-        let recovered =
-            marks.iter().map(|(address, mark)| (*address, Recovered { state: mark.state, since: mark.since })).collect();
-        let attached = match datapath.snapshot() {
-            Ok(snapshot) => snapshot.pods.into_keys().collect(),
+        let recovered = marks
+            .iter()
+            .map(|(address, mark)| (*address, Recovered { state: mark.state, since: mark.since }))
+            .collect();
+        let names: BTreeMap<PodUid, String> = match datapath.snapshot() {
+            Ok(snapshot) => snapshot.pods.into_iter().map(|(uid, pod)| (uid, pod.name)).collect(),
             Err(error) => {
                 tracing::warn!(%error, "cannot read what is attached");
-                BTreeSet::new()
+                BTreeMap::new()
             }
         };
         Self {
@@ -73,9 +83,11 @@ impl Agent {
             index: Index::recover(recovered),
             watches: Watches::new(now),
             datapath,
-            attached,
+            attached: names.keys().cloned().collect(),
+            names,
             desired: Desired::default(),
             planned: false,
+            settled: false,
             renew_by: now,
             look_at: now,
             notices: Notices::new(node.name.clone()),
@@ -172,7 +184,11 @@ impl Agent {
             if established {
                 tracing::info!(watch = kind.label(), "following");
             } else {
-                tracing::warn!(watch = kind.label(), problem, "the watch is lost; Cilium's state alone guards until it is back");
+                tracing::warn!(
+                    watch = kind.label(),
+                    problem,
+                    "the watch is lost; Cilium's state alone guards until it is back"
+                );
             }
         }
     }
@@ -190,7 +206,9 @@ impl Agent {
         if self.look_at_configuration {
             self.look_at_configuration = false;
             self.notices.configuration(&self.index, &self.settings, now);
-            self.metrics.invalid_annotations.set(i64::try_from(self.notices.invalid_egresses()).unwrap_or(i64::MAX));
+            self.metrics
+                .invalid_annotations
+                .set(i64::try_from(self.notices.invalid_egresses()).unwrap_or(i64::MAX));
         }
         let mut desired = plan::plan(&self.index, &self.settings, &self.attached, complete, now);
         if !self.planned {
@@ -259,6 +277,7 @@ impl Agent {
         match report {
             Report::Attached { pod, interface, attachment, ports_overlap, how } => {
                 let name = self.pod_name(&pod);
+                self.names.insert(pod.clone(), name.clone());
                 tracing::info!(pod = name, uid = pod, interface, ?attachment, ?how, "attached");
                 count(match how {
                     How::Fresh => "attached",
@@ -266,7 +285,10 @@ impl Agent {
                     How::Restored => "restored",
                 });
                 if how == How::Restored {
-                    tracing::warn!(pod = name, "somebody had removed the pod's program; it was attached anew");
+                    tracing::warn!(
+                        pod = name,
+                        "somebody had removed the pod's program; it was attached anew"
+                    );
                 }
                 if let Some(client) = self.desired.pods.get(&pod).filter(|_| ports_overlap) {
                     self.notices.ports_overlap(&self.index, client, now);
@@ -277,6 +299,7 @@ impl Agent {
                 tracing::info!(pod = self.pod_name(&pod), uid = pod, "detached");
                 count("detached");
                 self.attached.remove(&pod);
+                self.names.remove(&pod);
             }
             Report::Failed { pod, error, retry_in } => {
                 tracing::warn!(pod = self.pod_name(&pod), uid = pod, error, ?retry_in, "cannot attach");
@@ -303,7 +326,7 @@ impl Agent {
 
     fn pod_name(&self, uid: &PodUid) -> String {
         let planned = self.desired.pods.get(uid).map(|pod| format!("{}/{}", pod.namespace, pod.name));
-        planned.unwrap_or_else(|| "(gone)".to_owned())
+        planned.or_else(|| self.names.get(uid).cloned()).unwrap_or_else(|| "(unknown)".to_owned())
     }
 
     fn take_flow(&mut self, flow: &FlowEvent) {
@@ -332,10 +355,14 @@ impl Agent {
         drop(request.send(snapshot.ok()));
     }
 
-    fn report_health(&self, now: Monotonic) {
+    fn report_health(&mut self, now: Monotonic) {
         let progress = self.datapath.progress();
+        self.settled |= self.planned && (progress.settled || progress.wanted == 0);
         let count = |state, number: usize| {
-            self.metrics.pods.get_or_create(&[("state", state)]).set(i64::try_from(number).unwrap_or(i64::MAX));
+            self.metrics
+                .pods
+                .get_or_create(&[("state", state)])
+                .set(i64::try_from(number).unwrap_or(i64::MAX));
         };
         count("wanted", progress.wanted);
         count("attached", progress.attached);
@@ -343,7 +370,7 @@ impl Agent {
         self.metrics.cilium_bound.set(i64::from(progress.bound == Some(true)));
         let readiness = &self.endpoints.readiness;
         readiness.turn(now);
-        readiness.set(conditions(&self.watches, &progress, self.planned, now));
+        readiness.set(conditions(&self.watches, &progress, self.settled, now));
         let ready = i64::from(readiness.is_ready());
         if self.metrics.ready.set(ready) != ready {
             tracing::info!(ready = ready == 1, "readiness changed");
@@ -380,7 +407,9 @@ fn log_changes(before: &Desired, now: &Desired) {
                 "guarding the Service");
         }
     }
-    for (address, service) in before.services.iter().filter(|(address, _)| !now.services.contains_key(address)) {
+    for (address, service) in
+        before.services.iter().filter(|(address, _)| !now.services.contains_key(address))
+    {
         tracing::info!(egress = %service.egress, address = %address.address, "not guarding the Service any more");
     }
     for (address, mark) in &now.marks {

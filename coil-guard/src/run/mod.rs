@@ -35,8 +35,10 @@ const LOCK_RETRY: Duration = Duration::from_millis(250);
 pub fn run(arguments: &RunArguments) -> anyhow::Result<()> {
     let log = observe::init_log(arguments.log.log_format, &arguments.log.log_level)
         .map_err(|error| anyhow::anyhow!("--log-level: {error}"))?;
-    let runtime =
-        tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot start the runtime")?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("cannot start the runtime")?;
     LocalSet::new().block_on(&runtime, async {
         let mut stop = Stop::new()?;
         let cell = SnapshotCell::default();
@@ -120,7 +122,10 @@ struct Stop {
 impl Stop {
     fn new() -> anyhow::Result<Self> {
         let handler = |kind| signal(kind).context("cannot install a signal handler");
-        Ok(Self { terminate: handler(SignalKind::terminate())?, interrupt: handler(SignalKind::interrupt())? })
+        Ok(Self {
+            terminate: handler(SignalKind::terminate())?,
+            interrupt: handler(SignalKind::interrupt())?,
+        })
     }
 
     /// Returns when one has come. Cancel safe.

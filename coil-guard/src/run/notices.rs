@@ -70,7 +70,9 @@ impl Notices {
             if mode == Some(Mode::Drain) && !egress.pre_stop && is_here {
                 if !self.no_pre_stop.contains(name) {
                     tracing::warn!(egress = %name, "mode drain without a preStop hook: a drain lasts about 5 s");
-                    let text = format!("Mode drain, and the container egress has no preStop hook: {PRE_STOP_ADVICE}");
+                    let text = format!(
+                        "Mode drain, and the container egress has no preStop hook: {PRE_STOP_ADVICE}"
+                    );
                     self.take(name, egress, Topic::NoPreStop, None, text, now);
                 }
                 no_pre_stop.insert(name.clone());
@@ -93,7 +95,14 @@ impl Notices {
         }
     }
 
-    fn problem(&mut self, name: &EgressName, egress: &Egress, problem: &AnnotationProblem, is_here: bool, now: Monotonic) {
+    fn problem(
+        &mut self,
+        name: &EgressName,
+        egress: &Egress,
+        problem: &AnnotationProblem,
+        is_here: bool,
+        now: Monotonic,
+    ) {
         if self.problems.contains(&(name.clone(), problem.clone())) {
             return;
         }
@@ -149,7 +158,8 @@ impl Notices {
                 format!("Audit: flows would have moved off leaving backend {} on node {node}", of(from)),
             ),
             (FlowEventKind::NoLive, from) => {
-                let on = from.map_or_else(|| "no backend".to_owned(), |from| format!("leaving backend {}", of(from)));
+                let on = from
+                    .map_or_else(|| "no backend".to_owned(), |from| format!("leaving backend {}", of(from)));
                 (
                     Topic::NoLive(from),
                     format!(
@@ -239,7 +249,11 @@ mod tests {
     };
 
     fn texts(notices: &mut Notices) -> Vec<(&'static str, String)> {
-        notices.due(at(1_000_000)).into_iter().map(|write| (write.notice.topic.reason(), write.note)).collect()
+        notices
+            .due(at(1_000_000))
+            .into_iter()
+            .map(|write| (write.notice.topic.reason(), write.note))
+            .collect()
     }
 
     fn event(kind: FlowEventKind, client: &str) -> FlowEvent {
@@ -265,7 +279,10 @@ mod tests {
         index.egress_is(&api_egress(EGRESS, &[("coil-guard.io/mode", "audit")]), at(1));
         notices.configuration(&index, &Settings::default(), at(1));
         let told = texts(&mut notices);
-        assert_eq!(told, [("GuardModeChanged", "The guard's mode is now audit, it was reset (node n1)".to_owned())]);
+        assert_eq!(
+            told,
+            [("GuardModeChanged", "The guard's mode is now audit, it was reset (node n1)".to_owned())]
+        );
     }
 
     #[test]
@@ -278,7 +295,10 @@ mod tests {
         assert_eq!(notices.invalid_egresses(), 1);
         let told = texts(&mut notices);
         assert_eq!((told.len(), told[0].0), (1, "InvalidAnnotation"));
-        assert!(told[0].1.contains("coil-guard.io/mode: \"yes\" is not understood: allowed are off, audit"), "{told:?}");
+        assert!(
+            told[0].1.contains("coil-guard.io/mode: \"yes\" is not understood: allowed are off, audit"),
+            "{told:?}"
+        );
     }
 
     #[test]
@@ -308,7 +328,8 @@ mod tests {
             let client = format!("10.0.0.{client}");
             notices.flow(&index, &named(EGRESS), &event(FlowEventKind::Moved, &client), at(0));
         }
-        let expected = "Flows moved off leaving backend 10.0.1.1 (pod pod-a) on node n1 (100 times, 100 client pods)";
+        let expected =
+            "Flows moved off leaving backend 10.0.1.1 (pod pod-a) on node n1 (100 times, 100 client pods)";
         assert_eq!(texts(&mut notices), [("FlowsMoved", expected.to_owned())]);
     }
 
@@ -329,6 +350,10 @@ mod tests {
             notices.ports_overlap(&index, &pod, at(0));
         }
         let expected = "2 client pods: not guarded on node n1: app/second: no namespace has its address";
-        assert_eq!(texts(&mut notices), [("AttachFailed", expected.to_owned())], "ports matter with fouSourcePortAuto only");
+        assert_eq!(
+            texts(&mut notices),
+            [("AttachFailed", expected.to_owned())],
+            "ports matter with fouSourcePortAuto only"
+        );
     }
 }

@@ -7,9 +7,15 @@ use crate::{clock::Monotonic, datapath::Progress, k8s::Watches, observe::Conditi
 /// An API server that restarts is no reason to be unready.
 const WATCH_MAY_BE_LOST: Duration = Duration::from_secs(30);
 
-/// The conditions: watches listed and following, Cilium's maps bound, every pod of the first plan looked at. A pod that
+/// The conditions: watches listed and following, Cilium's maps bound, every pod of the first plan looked at (`settled`; pods that
+/// come later change nothing). A pod that
 /// cannot be attached does not count, or one broken pod would stop a rollout of the agent.
-pub(super) fn conditions(watches: &Watches, progress: &Progress, planned: bool, now: Monotonic) -> Vec<Condition> {
+pub(super) fn conditions(
+    watches: &Watches,
+    progress: &Progress,
+    settled: bool,
+    now: Monotonic,
+) -> Vec<Condition> {
     let mut conditions: Vec<Condition> = watches
         .all()
         .iter()
@@ -33,8 +39,8 @@ pub(super) fn conditions(watches: &Watches, progress: &Progress, planned: bool, 
     };
     conditions.push(Condition { name: "cilium_maps", problem: bound });
     let Progress { wanted, attached, failing, .. } = progress;
-    let settled = planned && (progress.settled || *wanted == 0);
-    let attaching = (!settled).then(|| format!("{attached} of {wanted} client pods attached, {failing} failing"));
+    let attaching =
+        (!settled).then(|| format!("{attached} of {wanted} client pods attached, {failing} failing"));
     conditions.push(Condition { name: "attachments", problem: attaching });
     conditions
 }
@@ -48,9 +54,9 @@ mod tests {
         Monotonic(seconds * 1_000_000_000)
     }
 
-    fn problems(watches: &Watches, progress: &Progress, planned: bool, now: Monotonic) -> Vec<&'static str> {
+    fn problems(watches: &Watches, progress: &Progress, settled: bool, now: Monotonic) -> Vec<&'static str> {
         let unmet = |condition: Condition| condition.problem.map(|_| condition.name);
-        conditions(watches, progress, planned, now).into_iter().filter_map(unmet).collect()
+        conditions(watches, progress, settled, now).into_iter().filter_map(unmet).collect()
     }
 
     #[test]
@@ -62,7 +68,7 @@ mod tests {
             watches.set(kind, Health::Established, at(0));
         }
         let wanted = Progress { wanted: 2, attached: 1, failing: 1, ..Progress::default() };
-        assert_eq!(problems(&watches, &wanted, true, at(0)), ["cilium_maps", "attachments"]);
+        assert_eq!(problems(&watches, &wanted, false, at(0)), ["cilium_maps", "attachments"]);
         let unbound = Progress { bound: Some(false), settled: true, ..wanted.clone() };
         assert_eq!(problems(&watches, &unbound, true, at(0)), ["cilium_maps"]);
         let bound = Progress { bound: Some(true), settled: true, ..wanted };
