@@ -31,13 +31,28 @@ pub(super) fn drain(world: &mut impl World, state: &mut State) {
     recall(world, state);
     read(world, &state.master, state.port, Unmarked::Awhile, &mut state.read);
     find_home(world, state);
+    if !state.home.keeps {
+        find_target(world, state);
+    }
+    let mut collision = false;
     if state.home.keeps {
+        let no_live = state.outcome.reason == Reason::NoLive;
         stay(world, state);
-        if state.outcome.reason != Reason::NotDrained {
+        collision = state.outcome.reason == Reason::NotDrained;
+        if !collision {
+            if no_live {
+                state.outcome.reason = Reason::NoLive;
+            }
             return;
         }
+        find_target(world, state);
     }
-    place(world, state);
+    if state.outcome.reason == Reason::WouldMove {
+        move_to_target(world, state);
+    }
+    if collision {
+        state.outcome.reason = Reason::NotDrained;
+    }
 }
 
 /// Looks the packet's tuple up in the memory of flows.
@@ -175,6 +190,9 @@ fn try_to_stay(world: &mut impl World, state: &mut State) -> Step {
             Step::Collision if named => state.outcome.reason = Reason::Healthy,
             step => return step,
         }
+        if !state.flow_is_on(id) && settling(world, &state.home) {
+            state.outcome.reason = Reason::Settling;
+        }
     }
     let drained = !state.home.usable || state.outcome.source_port.is_some();
     note(world, state, id, if drained { FLOW_DRAINED } else { 0 });
@@ -186,9 +204,8 @@ fn go_by_drain_port(world: &mut impl World, state: &mut State, id: u32) {
     if state.port == world.fou_port() {
         world.keep_replies(drain_port(id), &state.master, id);
     }
-    let joins = !state.flow_is_on(id) && settling(world, &state.home);
     state.outcome.source_port = Some(drain_port(id));
-    state.outcome.reason = if joins { Reason::Settling } else { Reason::Drained };
+    state.outcome.reason = Reason::Drained;
 }
 
 /// Sees to it that the entry under the drain port of the backend `id` names it.
@@ -210,22 +227,14 @@ fn claim(world: &mut impl World, state: &mut State, id: u32) -> Step {
     }
 }
 
-/// D4: sends a new flow, or one whose backend keeps nothing, to a live backend, or where Cilium would send it if none is.
-#[inline(always)]
-fn place(world: &mut impl World, state: &mut State) {
-    let collision = state.outcome.reason == Reason::NotDrained;
-    find_target(world, state);
-    if state.outcome.reason == Reason::WouldMove {
-        move_to_target(world, state);
-    }
-    if collision {
-        state.outcome.reason = Reason::NotDrained;
-    }
-}
-
-/// Decides where the packet goes. The outcome is `WouldMove` when its entry has to change to name `state.live`.
+/// D4: a new flow, or one whose backend keeps nothing, goes to a live backend, or where Cilium would send it if none is.
+/// The outcome is `WouldMove` when its entry has to change to name `state.live`.
+///
+/// Where no backend is live but one keeps its flows, that becomes the home of this one as of any other: the first live
+/// backend takes the entry at once, and the packet may still be on its way.
 #[inline(never)]
 fn find_target(world: &mut impl World, state: &mut State) {
+    let collision = state.outcome.reason == Reason::NotDrained;
     if state.read.valid && state.read.backend.usable {
         state.outcome.reason = Reason::Healthy;
         settle(world, state, state.read.backend.id);
@@ -233,19 +242,22 @@ fn find_target(world: &mut impl World, state: &mut State) {
     }
     state.first_only = true;
     select(world, state);
-    if !state.live.usable {
-        world.report(event::NO_LIVE, state.read.backend.id, 0);
-        state.live = state.present;
-        if state.read.valid || !state.present.present {
-            state.outcome.reason = Reason::NoLive;
-            if state.read.valid {
-                settle(world, state, state.read.backend.id);
-            }
-            return;
-        }
-    }
     state.outcome.reason =
         if is_reserved_port(state.port) { Reason::ReservedPort } else { Reason::WouldMove };
+    if state.live.usable {
+        return;
+    }
+    world.report(event::NO_LIVE, state.read.backend.id, 0);
+    state.live = if state.read.valid { state.read.backend } else { state.present };
+    if state.live.keeps && !collision && state.outcome.reason == Reason::WouldMove {
+        state.home = state.live;
+        state.outcome.reason = Reason::NoLive;
+    } else if state.read.valid {
+        state.outcome.reason = Reason::NoLive;
+        settle(world, state, state.read.backend.id);
+    } else if !state.live.present {
+        state.outcome.reason = Reason::NoLive;
+    }
 }
 
 #[inline(never)]
