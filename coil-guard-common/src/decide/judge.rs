@@ -101,11 +101,13 @@ impl Circumstances {
         }
     }
 
-    /// Place in [`VERDICTS`].
+    /// Place in [`VERDICTS`]. A state byte that is none of the four counts as the last of them: what a later Cilium may mean
+    /// by it, it is not ACTIVE.
     #[inline(always)]
     const fn index(marked: u8, believed: u64, fresh: u64, state: u8, ahead: u64, awhile: u64) -> usize {
-        (marked as u64 & 7 | believed << 3 | fresh << 4 | (state as u64 & 3) << 5 | ahead << 7 | awhile << 8)
-            as usize
+        let unknown = 0u64.wrapping_sub(state as u64 >> 2) >> 62;
+        let state = state as u64 & 3 | unknown;
+        (marked as u64 & 7 | believed << 3 | fresh << 4 | state << 5 | ahead << 7 | awhile << 8) as usize
     }
 
     const fn from_index(index: usize) -> Self {
