@@ -5,5 +5,7 @@ pub mod demo;
 pub mod fou;
 pub mod kube_api;
 pub mod lab;
+pub mod manifests;
 pub mod net;
+pub mod program;
 pub mod scenario;

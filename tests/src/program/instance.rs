@@ -1,0 +1,411 @@
+//! A loaded instance and what one packet did.
+
+use std::{
+    env, fmt, fs,
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, bail, ensure};
+use aya::{
+    Ebpf, EbpfLoader, Pod, TestRun as _, TestRunOptions, VerifierLogLevel,
+    maps::{Array, HashMap, MapData, PerCpuArray, RingBuf},
+    programs::SchedClassifier,
+};
+use coil_guard_common::{
+    abi::{
+        AgentState, BackendMark, ClientServiceKey, DrainStats, EgressCounters, Event, FragmentKey,
+        FragmentPorts, GuardedService, InnerFlow, InnerFlowKey, LeavingKey, LeavingSeen, POD_CONFIG, PROGRAM,
+        PodConfig, Previous, ReportKey, ServiceKey, maps,
+    },
+    cilium::{MAPS4, MAPS6},
+    counters::Reason,
+};
+use nix::time::{ClockId, clock_gettime};
+use zerocopy::FromBytes as _;
+
+use crate::cilium::{Change, CiliumMaps, CiliumVersion, MapOptions};
+
+/// Path of an object to use in place of the agent's: to compare two builds.
+const OBJECT_VARIABLE: &str = "COIL_GUARD_OBJECT";
+
+/// Capacities of the instance's own maps.
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    /// `GUARDED_SERVICES`
+    pub services: u32,
+    /// `INNER_FLOWS`
+    pub inner_flows: u32,
+    /// All other hash maps.
+    pub others: u32,
+}
+
+impl Default for Sizes {
+    fn default() -> Self {
+        Self { services: 64, inner_flows: 4096, others: 4096 }
+    }
+}
+
+/// What loading cost.
+#[derive(Clone, Copy, Debug)]
+pub struct Load {
+    /// Parsing, relocating and making the own maps.
+    pub prepare: Duration,
+    /// Verifying and compiling, inside the kernel.
+    pub verify: Duration,
+    /// Instructions that the verifier went through.
+    pub verified_instructions: u32,
+    /// Bytes of the translated program.
+    pub translated: u32,
+    /// Bytes of machine code.
+    pub machine_code: u32,
+    /// Bytes of kernel memory for the program.
+    pub memory: u32,
+}
+
+/// Packets by verdict.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Counters(Vec<u64>);
+
+impl Counters {
+    /// Packets of one verdict.
+    #[must_use]
+    pub fn of(&self, reason: Reason) -> u64 {
+        self.0[reason as usize]
+    }
+
+    /// The one verdict that was counted since `earlier`.
+    ///
+    /// # Errors
+    ///
+    /// When it was not exactly one.
+    pub fn one_since(&self, earlier: &Self) -> Result<Reason> {
+        let grown: Vec<_> = Reason::ALL
+            .iter()
+            .filter(|reason| self.of(**reason) != earlier.of(**reason))
+            .map(|reason| (*reason, self.of(*reason) - earlier.of(*reason)))
+            .collect();
+        match grown.as_slice() {
+            [(reason, 1)] => Ok(*reason),
+            _ => bail!("one packet was counted as {grown:?}"),
+        }
+    }
+}
+
+/// What the program did with one packet.
+#[derive(Clone, Debug)]
+pub struct Run {
+    /// The verdict that was counted.
+    pub reason: Reason,
+    /// The packet afterwards.
+    pub output: Vec<u8>,
+    /// What changed in Cilium's maps.
+    pub changes: Vec<Change>,
+    /// Growth of the Egress's counters.
+    pub egress: EgressCounters,
+    /// Events that were sent.
+    pub events: Vec<Event>,
+}
+
+/// A loaded instance with maps that nobody else uses.
+pub struct Instance {
+    ebpf: Ebpf,
+    events: RingBuf<MapData>,
+    cilium: CiliumMaps,
+    /// What loading it cost.
+    pub load: Load,
+}
+
+impl fmt::Debug for Instance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Instance").field("load", &self.load).finish_non_exhaustive()
+    }
+}
+
+impl Instance {
+    /// Loads the program for the pod of `config`, over new maps as Cilium `version` makes them, pinned in `directory`,
+    /// which has to be on a bpffs and be used for nothing else.
+    ///
+    /// # Errors
+    ///
+    /// When the agent was built without a program, or the kernel refuses it.
+    pub fn load(directory: &Path, version: CiliumVersion, config: &PodConfig, sizes: Sizes) -> Result<Self> {
+        let cilium = CiliumMaps::create(directory, MapOptions::new(version))?;
+        let object = match env::var_os(OBJECT_VARIABLE) {
+            Some(path) => fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?,
+            None => coil_guard::datapath::OBJECT.to_vec(),
+        };
+        ensure!(
+            !object.is_empty(),
+            "this build has no eBPF program: run `cargo xtask setup`, then build again"
+        );
+        let began = Instant::now();
+        let mut loader = EbpfLoader::new();
+        loader
+            .btf(None)
+            .verifier_log_level(VerifierLogLevel::STATS)
+            .override_global(POD_CONFIG, config, true);
+        for name in maps::ALL {
+            match name {
+                maps::AGENT | maps::COUNTERS => {}
+                maps::EVENTS => {
+                    loader.map_max_entries(name, 1 << 20);
+                }
+                maps::GUARDED_SERVICES => {
+                    loader.map_max_entries(name, sizes.services);
+                }
+                maps::INNER_FLOWS => {
+                    loader.map_max_entries(name, sizes.inner_flows);
+                }
+                _ => {
+                    loader.map_max_entries(name, sizes.others);
+                }
+            }
+        }
+        let names = [MAPS4, MAPS6];
+        let bound = ["4", "6"].into_iter().zip(&names).flat_map(|(suffix, names)| {
+            [
+                ("CT", names.conntrack),
+                ("SERVICES", names.services),
+                ("BACKENDS", names.backends),
+                ("AFFINITY", names.affinity),
+            ]
+            .map(|(own, pinned)| (format!("{own}{suffix}"), cilium.path(pinned)))
+        });
+        let bound: Vec<_> = bound.collect();
+        for (name, path) in &bound {
+            loader.map_pin_path(name, path);
+        }
+        let mut ebpf = loader.load(&object).context("cannot read the program's object")?;
+        let prepare = began.elapsed();
+        let program: &mut SchedClassifier =
+            ebpf.program_mut(PROGRAM).context("the object has no program")?.try_into()?;
+        let began = Instant::now();
+        program.load().context("the kernel refuses the program")?;
+        let verify = began.elapsed();
+        let info = program.info()?;
+        let load = Load {
+            prepare,
+            verify,
+            verified_instructions: info.verified_instruction_count().unwrap_or(0),
+            translated: info.size_translated().unwrap_or(0),
+            machine_code: info.size_jitted(),
+            memory: info.memory_locked().unwrap_or(0),
+        };
+        let events =
+            RingBuf::try_from(ebpf.take_map(maps::EVENTS).context("the object has no ring buffer")?)?;
+        Ok(Self { ebpf, events, cilium, load })
+    }
+
+    /// Cilium's maps.
+    #[must_use]
+    pub fn cilium(&self) -> &CiliumMaps {
+        &self.cilium
+    }
+
+    fn program(&self) -> Result<&SchedClassifier> {
+        Ok(self.ebpf.program(PROGRAM).context("the object has no program")?.try_into()?)
+    }
+
+    /// One of the own hash maps.
+    ///
+    /// # Errors
+    ///
+    /// When it has other types.
+    pub fn own<K: Pod, V: Pod>(&self, name: &str) -> Result<HashMap<&MapData, K, V>> {
+        let map = self.ebpf.map(name).with_context(|| format!("the object has no map {name}"))?;
+        HashMap::try_from(map).with_context(|| format!("map {name} has other types"))
+    }
+
+    fn own_mut<K: Pod, V: Pod>(&mut self, name: &str) -> Result<HashMap<&mut MapData, K, V>> {
+        let map = self.ebpf.map_mut(name).with_context(|| format!("the object has no map {name}"))?;
+        HashMap::try_from(map).with_context(|| format!("map {name} has other types"))
+    }
+
+    /// Sets an element of one of the own hash maps.
+    ///
+    /// # Errors
+    ///
+    /// When the map has other types or is full.
+    pub fn set<K: Pod, V: Pod>(&mut self, name: &str, key: &K, value: &V) -> Result<()> {
+        self.own_mut::<K, V>(name)?.insert(key, value, 0).with_context(|| format!("cannot update map {name}"))
+    }
+
+    /// Removes an element, if it is there, of one of the own hash maps.
+    ///
+    /// # Errors
+    ///
+    /// When the map has other types.
+    pub fn unset<K: Pod, V: Pod>(&mut self, name: &str, key: &K) -> Result<()> {
+        let mut map = self.own_mut::<K, V>(name)?;
+        if map.get(key, 0).is_err() {
+            return Ok(());
+        }
+        map.remove(key).with_context(|| format!("cannot delete from map {name}"))
+    }
+
+    /// Sets the agent's sign of life.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses.
+    pub fn set_agent(&mut self, state: AgentState) -> Result<()> {
+        let map = self.ebpf.map_mut(maps::AGENT).context("the object has no agent map")?;
+        Array::<_, AgentState>::try_from(map)?.set(0, state, 0).context("cannot set the agent's state")
+    }
+
+    /// Empties every hash map, Cilium's and our own. Counters go on.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses.
+    pub fn clear(&mut self) -> Result<()> {
+        for name in self.cilium.names() {
+            let map = self.cilium.get(name)?;
+            for key in map.dump()?.keys() {
+                map.delete_bytes(key)?;
+            }
+        }
+        self.empty::<ServiceKey, GuardedService>(maps::GUARDED_SERVICES)?;
+        self.empty::<[u8; 16], BackendMark>(maps::BACKEND_MARKS)?;
+        self.empty::<InnerFlowKey, InnerFlow>(maps::INNER_FLOWS)?;
+        self.empty::<FragmentKey, FragmentPorts>(maps::FRAGMENTS)?;
+        self.empty::<ClientServiceKey, Previous>(maps::PREVIOUS)?;
+        self.empty::<LeavingKey, LeavingSeen>(maps::LEAVING)?;
+        self.empty::<[u8; 16], DrainStats>(maps::DRAINS)?;
+        self.empty::<ReportKey, u64>(maps::REPORTED)?;
+        self.set_agent(AgentState { heartbeat_until: 0 })?;
+        self.take_events()?;
+        Ok(())
+    }
+
+    fn empty<K: Pod, V: Pod>(&mut self, name: &str) -> Result<()> {
+        let mut map = self.own_mut::<K, V>(name)?;
+        let keys =
+            map.keys().collect::<Result<Vec<_>, _>>().with_context(|| format!("cannot walk map {name}"))?;
+        for key in keys {
+            map.remove(&key).with_context(|| format!("cannot delete from map {name}"))?;
+        }
+        Ok(())
+    }
+
+    /// Packets by verdict, of all CPUs.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses.
+    pub fn counters(&self) -> Result<Counters> {
+        let map = self.ebpf.map(maps::COUNTERS).context("the object has no counters")?;
+        let map = PerCpuArray::<_, u64>::try_from(map)?;
+        let sum = |index| Ok(map.get(&index, 0)?.iter().sum());
+        Ok(Counters((0..Reason::COUNT).map(sum).collect::<Result<_>>()?))
+    }
+
+    /// Counters of an Egress, of all CPUs.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses.
+    pub fn egress(&self, index: u32) -> Result<EgressCounters> {
+        let map = self.ebpf.map(maps::EGRESS_COUNTERS).context("the object has no Egress counters")?;
+        let map = PerCpuArray::<_, EgressCounters>::try_from(map)?;
+        let mut sum = [0u64; EGRESS_FIELDS];
+        for counters in map.get(&index, 0)?.iter() {
+            for (sum, field) in
+                sum.iter_mut().zip(zerocopy::transmute_ref!(counters) as &[u64; EGRESS_FIELDS])
+            {
+                *sum += field;
+            }
+        }
+        Ok(zerocopy::transmute!(sum))
+    }
+
+    /// Takes the events that were sent.
+    ///
+    /// # Errors
+    ///
+    /// When one has another size.
+    pub fn take_events(&mut self) -> Result<Vec<Event>> {
+        let mut events = Vec::new();
+        while let Some(item) = self.events.next() {
+            let event = Event::read_from_bytes(&item).ok().context("an event of another size")?;
+            events.push(event);
+        }
+        Ok(events)
+    }
+
+    /// Runs one packet and gives what it is afterwards.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses the packet, or the program returned anything but "next".
+    pub fn pass(&self, frame: &[u8]) -> Result<Vec<u8>> {
+        let mut output = vec![0; frame.len() + 64];
+        let result = self.program()?.test_run(TestRunOptions {
+            data_in: Some(frame),
+            data_out: Some(&mut output),
+            ..TestRunOptions::new()
+        })?;
+        // TCX_NEXT, and TC_ACT_UNSPEC on clsact.
+        ensure!(result.return_value as i32 == -1, "returned {}, not -1", result.return_value as i32);
+        output.truncate(result.data_size_out as usize);
+        Ok(output)
+    }
+
+    /// Runs one packet `times` times and gives the mean time of a run.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses.
+    pub fn time(&self, frame: &[u8], times: u32) -> Result<Duration> {
+        time(self.program()?, frame, times)
+    }
+
+    /// Runs one packet and tells everything that it did.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::pass`], and when not exactly one verdict was counted.
+    pub fn run(&mut self, frame: &[u8], egress: u32) -> Result<Run> {
+        let before = (self.cilium.dump()?, self.counters()?, self.egress(egress)?);
+        self.take_events()?;
+        let output = self.pass(frame)?;
+        let after = (self.cilium.dump()?, self.counters()?, self.egress(egress)?);
+        Ok(Run {
+            reason: after.1.one_since(&before.1)?,
+            output,
+            changes: before.0.changes(&after.0),
+            egress: difference(&after.2, &before.2),
+            events: self.take_events()?,
+        })
+    }
+}
+
+const EGRESS_FIELDS: usize = size_of::<EgressCounters>() / size_of::<u64>();
+
+fn difference(after: &EgressCounters, before: &EgressCounters) -> EgressCounters {
+    let (after, before): (&[u64; EGRESS_FIELDS], &[u64; EGRESS_FIELDS]) =
+        (zerocopy::transmute_ref!(after), zerocopy::transmute_ref!(before));
+    let mut difference = [0u64; EGRESS_FIELDS];
+    for ((difference, after), before) in difference.iter_mut().zip(after).zip(before) {
+        *difference = after - before;
+    }
+    zerocopy::transmute!(difference)
+}
+
+/// Mean time of a run of any classifier.
+pub(crate) fn time(program: &SchedClassifier, frame: &[u8], times: u32) -> Result<Duration> {
+    let options = TestRunOptions { data_in: Some(frame), repeat: times, ..TestRunOptions::new() };
+    Ok(program.test_run(options)?.duration)
+}
+
+/// CLOCK_MONOTONIC, ns: the program's clock.
+///
+/// # Panics
+///
+/// Never: the kernel always has this clock.
+#[must_use]
+pub fn monotonic() -> u64 {
+    let now = clock_gettime(ClockId::CLOCK_MONOTONIC).expect("CLOCK_MONOTONIC always exists");
+    Duration::from(now).as_nanos() as u64
+}

@@ -1,0 +1,15 @@
+//! The guard's own program, loaded from the agent's object and run packet by packet with `BPF_PROG_TEST_RUN`.
+//!
+//! Nothing is attached: an instance gets maps of its own, and maps of Cilium's names, layouts and flags in a private
+//! bpffs, so that whatever a packet made it do can be compared byte for byte. What `BPF_PROG_TEST_RUN` cannot show is left
+//! to the lab and the virtual machines: GSO, checksum offload, data beyond the linear part, and other CPUs.
+
+mod instance;
+mod rng;
+mod scene;
+
+pub use self::{
+    instance::{Counters, Instance, Load, Run, Sizes, monotonic},
+    rng::Rng,
+    scene::{CLIENT_GENERATION, Checksum, EGRESS, REV_NAT, Scene, address_of, pod_config, udp_offset},
+};

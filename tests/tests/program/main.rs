@@ -1,0 +1,10 @@
+//! The guard's own program in the kernel, packet by packet, by `BPF_PROG_TEST_RUN`.
+
+mod drain;
+mod flows;
+mod hostile;
+mod load;
+mod reasons;
+mod reset;
+mod support;
+mod untouched;
