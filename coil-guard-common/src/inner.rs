@@ -233,6 +233,9 @@ fn quoted(packet: &impl Load, offset: u32, key: &mut InnerFlowKey) -> FlowPacket
         }
         offset + u32::from(ip.ihl())
     } else {
+        if version >> 4 != 6 {
+            return FlowPacket::Stateless;
+        }
         let Some(ip) = packet.load::<Ipv6Hdr>(offset) else { return FlowPacket::Stateless };
         key.source = ip.dst_addr;
         key.destination = ip.src_addr;

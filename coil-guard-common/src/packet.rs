@@ -25,6 +25,10 @@ pub(crate) const NEXT_HOP_BY_HOP: u8 = 0;
 pub(crate) const NEXT_ROUTING: u8 = 43;
 pub(crate) const NEXT_FRAGMENT: u8 = 44;
 pub(crate) const NEXT_DESTINATION: u8 = 60;
+const NEXT_AUTHENTICATION: u8 = 51;
+const NEXT_MOBILITY: u8 = 135;
+const NEXT_HOST_IDENTITY: u8 = 139;
+const NEXT_SHIM6: u8 = 140;
 
 /// A header that is nothing but bytes.
 ///
@@ -182,6 +186,9 @@ fn parse_v6(packet: &impl Load, fou_port: [u8; 2]) -> Result<Outer<[u8; 16]>, Re
     while next != PROTO_UDP {
         match next {
             NEXT_HOP_BY_HOP | NEXT_ROUTING | NEXT_DESTINATION | NEXT_FRAGMENT => {}
+            NEXT_AUTHENTICATION | NEXT_MOBILITY | NEXT_HOST_IDENTITY | NEXT_SHIM6 => {
+                return Err(Reason::ExtensionHeaders);
+            }
             _ => return Err(Reason::NotFou),
         }
         if left == 0 {
@@ -199,6 +206,11 @@ fn parse_v6(packet: &impl Load, fou_port: [u8; 2]) -> Result<Outer<[u8; 16]>, Re
             offset += (u32::from(length) + 1) * 8;
         }
         next = following;
+    }
+    // 0 is that of a packet of more than 64 KiB, which has it elsewhere or will be cut into segments that have one.
+    let length = u32::from(u16::from_be_bytes(ip.payload_len));
+    if length != 0 && start + Ipv6Hdr::LEN as u32 + length < offset + UdpHdr::LEN as u32 {
+        return Err(Reason::Malformed);
     }
     parse_udp(packet, offset, fou_port, ip.src_addr, ip.dst_addr)
 }

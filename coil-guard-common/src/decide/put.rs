@@ -72,7 +72,8 @@ pub(super) fn select(world: &mut impl World, state: &mut State) {
     state.live = Judgement::absent(0);
     state.present = Judgement::absent(0);
     state.favourite = Judgement::absent(0);
-    state.all_usable = true;
+    // Of what is not looked at nothing is known.
+    state.all_usable = state.master.count <= MAX_SLOTS;
     if state.master.affinity {
         look_at_affinity(world, state);
     }
@@ -114,7 +115,11 @@ fn look_at_affinity(world: &mut impl World, state: &mut State) {
 
 #[inline(never)]
 fn look_at_slot(world: &mut impl World, state: &mut State, slot: u16) {
-    let Some(id) = world.slot(slot) else { return };
+    let Some(id) = world.slot(slot) else {
+        // Cilium drops what it would send there.
+        state.all_usable = false;
+        return;
+    };
     if state.read.backend.present && state.read.backend.id == id {
         state.candidate = state.read.backend;
     } else if state.favourite.present && state.favourite.id == id {
@@ -127,7 +132,7 @@ fn look_at_slot(world: &mut impl World, state: &mut State, slot: u16) {
     } else if !state.live.usable {
         state.live = state.candidate;
     }
-    if state.candidate.present && !state.present.present {
+    if state.candidate.present && (!state.present.present || (state.candidate.keeps && !state.present.keeps)) {
         state.present = state.candidate;
     }
 }
