@@ -12,8 +12,10 @@
 //! * [`datapath`]: maps, programs, links and pins.
 //! * [`cilium`]: Cilium's maps.
 //! * [`run`]: the loop that ties them together.
+//! * [`check`]: the preflight.
 //! * [`clock`]: the one clock that the agent and the program share.
 
+pub mod check;
 pub mod cilium;
 pub mod cli;
 pub mod clock;

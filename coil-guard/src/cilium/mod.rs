@@ -1,13 +1,16 @@
 //! Cilium's maps, opened from their pins. They are checked against the known layout and never made, resized or unpinned.
 //!
 //! * [`CiliumMaps`]: opening and checking;
-//! * [`view`]: what they hold of the guarded services.
+//! * [`view`]: what they hold of the guarded services;
+//! * [`probe`]: how this Cilium balances them.
 
 mod error;
 mod maps;
+mod probe;
 mod view;
 
 pub use error::{CiliumError, MapShape};
 pub use maps::{CiliumMaps, MapSpec, OpenMap, Role, SPECS4, SPECS6};
 pub(crate) use maps::{is_not_found, shape_of};
+pub use probe::{AffinityMatch, Probe, ServiceProbe, probe};
 pub use view::view;

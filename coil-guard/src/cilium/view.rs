@@ -9,7 +9,9 @@ use std::{
 };
 
 use aya::maps::{HashMap, Map, MapData, MapError};
-use coil_guard_common::cilium::{Backend4, Backend6, PROTO_UDP, Service, ServiceKey4, ServiceKey6};
+use coil_guard_common::cilium::{
+    Backend4, Backend6, MAPS4, MAPS6, PROTO_UDP, Service, ServiceKey4, ServiceKey6,
+};
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::{CiliumError, CiliumMaps, OpenMap};
@@ -21,15 +23,15 @@ const WALKS: usize = 3;
 const SLOT_BOUND: u16 = 8192;
 
 /// The open maps of one family.
-enum Family {
+pub(super) enum Family {
     V4 { services: HashMap<MapData, [u8; 12], [u8; 12]>, backends: HashMap<MapData, u32, [u8; 12]> },
     V6 { services: HashMap<MapData, [u8; 24], [u8; 12]>, backends: HashMap<MapData, u32, [u8; 24]> },
 }
 
 /// A service's master and where it was found.
-struct Master {
-    service: Service,
-    proto: u8,
+pub(super) struct Master {
+    pub(super) service: Service,
+    pub(super) proto: u8,
 }
 
 /// Walks the guarded services of `desired` in Cilium's maps.
@@ -79,14 +81,14 @@ fn place(desired: &Desired, held: &BTreeSet<IpAddr>, view: &mut CiliumView) {
     }
 }
 
-fn families(maps: CiliumMaps) -> Result<BTreeMap<bool, Family>, CiliumError> {
+pub(super) fn families(maps: CiliumMaps) -> Result<BTreeMap<bool, Family>, CiliumError> {
     let mut families = BTreeMap::new();
     let mut maps = maps.maps.into_iter();
     while let (Some(conntrack), Some(services), Some(backends), Some(_affinity)) =
         (maps.next(), maps.next(), maps.next(), maps.next())
     {
         let ipv6 = conntrack.spec.ipv6;
-        let family = match (typed(services, ipv6)?, typed(backends, ipv6)?) {
+        let family = match (typed(services)?, typed(backends)?) {
             (Some(services), Some(backends)) if ipv6 => {
                 Family::V6 { services: open(services)?, backends: open(backends)? }
             }
@@ -100,9 +102,9 @@ fn families(maps: CiliumMaps) -> Result<BTreeMap<bool, Family>, CiliumError> {
     Ok(families)
 }
 
-type Named = (&'static str, Map);
+pub(super) type Named = (&'static str, Map);
 
-fn typed(open: OpenMap, _ipv6: bool) -> Result<Option<Named>, CiliumError> {
+pub(super) fn typed(open: OpenMap) -> Result<Option<Named>, CiliumError> {
     let map = open.spec.pin_name;
     open.map
         .map(|(data, _)| Map::from_map_data(data).map(|data| (map, data)))
@@ -110,7 +112,7 @@ fn typed(open: OpenMap, _ipv6: bool) -> Result<Option<Named>, CiliumError> {
         .map_err(|source| CiliumError::Read { map, source })
 }
 
-fn open<M: TryFrom<Map, Error = MapError>>((map, data): Named) -> Result<M, CiliumError> {
+pub(super) fn open<M: TryFrom<Map, Error = MapError>>((map, data): Named) -> Result<M, CiliumError> {
     M::try_from(data).map_err(|source| CiliumError::Read { map, source })
 }
 
@@ -136,7 +138,7 @@ impl Family {
         Ok(seen)
     }
 
-    fn master(&self, address: ServiceAddress) -> Result<Option<Master>, CiliumError> {
+    pub(super) fn master(&self, address: ServiceAddress) -> Result<Option<Master>, CiliumError> {
         for proto in [PROTO_UDP, 0] {
             if let Some(service) = self.service(address, 0, proto)? {
                 return Ok(Some(Master { service, proto }));
@@ -145,7 +147,12 @@ impl Family {
         Ok(None)
     }
 
-    fn service(&self, address: ServiceAddress, slot: u16, proto: u8) -> Result<Option<Service>, CiliumError> {
+    pub(super) fn service(
+        &self,
+        address: ServiceAddress,
+        slot: u16,
+        proto: u8,
+    ) -> Result<Option<Service>, CiliumError> {
         let dport = address.port.to_be_bytes();
         let value = match (self, address.address) {
             (Self::V4 { services, .. }, IpAddr::V4(ip)) => {
@@ -157,7 +164,7 @@ impl Family {
                     scope: 0,
                     pad: [0; 2],
                 };
-                lookup(services, &bytes(&key), "cilium_lb4_services_v2")?
+                lookup(services, &bytes(&key), MAPS4.services)?
             }
             (Self::V6 { services, .. }, IpAddr::V6(ip)) => {
                 let key = ServiceKey6 {
@@ -168,7 +175,7 @@ impl Family {
                     scope: 0,
                     pad: [0; 2],
                 };
-                lookup(services, &bytes(&key), "cilium_lb6_services_v2")?
+                lookup(services, &bytes(&key), MAPS6.services)?
             }
             _ => None,
         };
@@ -177,20 +184,24 @@ impl Family {
 
     fn backend(&self, id: u32) -> Result<Option<IpAddr>, CiliumError> {
         Ok(match self {
-            Self::V4 { backends, .. } => {
-                lookup(backends, &id, "cilium_lb4_backends_v3")?.and_then(|v| address4(&v))
-            }
-            Self::V6 { backends, .. } => {
-                lookup(backends, &id, "cilium_lb6_backends_v3")?.and_then(|v| address6(&v))
-            }
+            Self::V4 { backends, .. } => lookup(backends, &id, MAPS4.backends)?.and_then(|v| address4(&v)),
+            Self::V6 { backends, .. } => lookup(backends, &id, MAPS6.backends)?.and_then(|v| address6(&v)),
+        })
+    }
+
+    /// State byte of a backend.
+    pub(super) fn state(&self, id: u32) -> Result<Option<u8>, CiliumError> {
+        Ok(match self {
+            Self::V4 { backends, .. } => lookup(backends, &id, MAPS4.backends)?.map(|value| value[7]),
+            Self::V6 { backends, .. } => lookup(backends, &id, MAPS6.backends)?.map(|value| value[19]),
         })
     }
 
     /// Which of `addresses` are anywhere in the backends map.
     fn backends_among(&self, addresses: &[IpAddr]) -> Result<BTreeSet<IpAddr>, CiliumError> {
         match self {
-            Self::V4 { backends, .. } => among(backends, addresses, address4, "cilium_lb4_backends_v3"),
-            Self::V6 { backends, .. } => among(backends, addresses, address6, "cilium_lb6_backends_v3"),
+            Self::V4 { backends, .. } => among(backends, addresses, address4, MAPS4.backends),
+            Self::V6 { backends, .. } => among(backends, addresses, address6, MAPS6.backends),
         }
     }
 }

@@ -6,6 +6,7 @@ use clap::{Args, Parser, Subcommand};
 
 use super::values::{Attach, DefaultMode, duration, entries, log_level, not_ready_after, port};
 use crate::{
+    check::Check,
     datapath::{Options, Sizes},
     index::NotReadyAfter,
     observe::LogFormat,
@@ -43,6 +44,12 @@ pub enum Command {
     ///
     /// Needs no running agent.
     Status(StatusArguments),
+    /// See beforehand whether this node can be guarded
+    ///
+    /// Looks at the kernel, the bpf file system, Cilium's maps and whether Cilium balances packets (and not sockets), the
+    /// pods' namespaces, Coil's CRD, the rights at the Kubernetes API, and how long a drain of each guarded Egress can
+    /// really last. Changes nothing. Ends with 0 if all is well, 1 with warnings, 2 if it cannot work.
+    Check(Box<CheckArguments>),
     /// Remove every program, filter, pin and map of the guard from this node
     ///
     /// Refuses while an agent is running. Flows stay where they are; Cilium's own maps are not touched.
@@ -294,11 +301,7 @@ impl RunArguments {
     /// What the plan needs to know.
     #[must_use]
     pub fn settings(&self) -> Settings {
-        Settings {
-            fou_port: self.node.fou_port,
-            default_mode: self.policy.default_mode.into(),
-            not_ready_after: self.policy.not_ready_after,
-        }
+        settings(&self.node, &self.policy)
     }
 }
 
@@ -311,6 +314,43 @@ pub struct StatusArguments {
     /// Print it as JSON
     #[arg(long)]
     pub json: bool,
+}
+
+/// Arguments of `check`.
+#[derive(Clone, Debug, Args)]
+pub struct CheckArguments {
+    #[command(flatten)]
+    pub(crate) api: ApiArguments,
+    #[command(flatten)]
+    pub(crate) node: NodeArguments,
+    #[command(flatten)]
+    pub(crate) policy: PolicyArguments,
+    /// Print it as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Look at the node and at Cilium alone, and not at the Kubernetes API
+    #[arg(long)]
+    pub(crate) skip_api: bool,
+}
+
+impl From<&CheckArguments> for Check {
+    fn from(arguments: &CheckArguments) -> Self {
+        Self {
+            datapath: Options::from(&arguments.node),
+            settings: settings(&arguments.node, &arguments.policy),
+            kubeconfig: arguments.api.kubeconfig.clone(),
+            node_name: arguments.api.node_name.clone(),
+            skip_api: arguments.skip_api,
+        }
+    }
+}
+
+fn settings(node: &NodeArguments, policy: &PolicyArguments) -> Settings {
+    Settings {
+        fou_port: node.fou_port,
+        default_mode: policy.default_mode.into(),
+        not_ready_after: policy.not_ready_after,
+    }
 }
 
 /// Arguments of `cleanup`.

@@ -8,12 +8,15 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 pub use arguments::{
-    ApiArguments, CleanupArguments, Cli, Command, NodeArguments, RunArguments, StatusArguments,
+    ApiArguments, CheckArguments, CleanupArguments, Cli, Command, NodeArguments, RunArguments,
+    StatusArguments,
 };
 
 use nix::sys::signal::{SigSet, Signal};
+use tokio::task::LocalSet;
 
 use crate::{
+    check::Check,
     datapath::{self, Options, Snapshot},
     run,
 };
@@ -33,6 +36,19 @@ pub fn execute(cli: &Cli) -> anyhow::Result<ExitCode> {
             } else {
                 print!("{}", status::text(&snapshot));
             }
+        }
+        Command::Check(arguments) => {
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()
+                .context("cannot start the runtime")?;
+            let findings = LocalSet::new().block_on(&runtime, Check::from(arguments.as_ref()).run());
+            if arguments.json {
+                println!("{:#}", serde_json::to_value(&findings).context("cannot print the findings")?);
+            } else {
+                print!("{}", findings.text());
+            }
+            return Ok(ExitCode::from(findings.exit_code()));
         }
         Command::Cleanup(arguments) => {
             let cleanup = datapath::cleanup(&Options::from(&arguments.node))?;

@@ -46,8 +46,10 @@ use std::{
 pub use cleanup::{Cleanup, cleanup};
 pub use error::DatapathError;
 pub use events::Events;
+pub use namespaces::count_namespaces;
 pub use options::{AttachKind, Options, Sizes};
 pub use program::OBJECT;
+pub use program::try_load;
 pub use report::{Attachment, BoundMap, FlowEvent, FlowEventKind, How, Report};
 pub use snapshot::{MarkSnapshot, PodSnapshot, ServiceSnapshot, Snapshot};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};

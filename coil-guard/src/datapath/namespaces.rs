@@ -192,6 +192,15 @@ impl Namespaces {
     }
 }
 
+/// Number of network namespaces in `directory`, the agent's own aside.
+///
+/// # Errors
+///
+/// A sentence, when it cannot be listed.
+pub fn count_namespaces(directory: &Path) -> Result<usize, String> {
+    Namespaces::new(directory).files().map(|files| files.len()).map_err(|error| error.to_string())
+}
+
 fn addresses_with_carrier() -> io::Result<Vec<(Address, bool)>> {
     let mut netlink = Netlink::open()?;
     let addresses = netlink.addresses()?;

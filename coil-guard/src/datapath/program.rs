@@ -106,6 +106,39 @@ pub(crate) fn is_built_in() -> bool {
     !OBJECT.is_empty()
 }
 
+/// Lets the kernel's verifier look at the program, over small maps that are gone afterwards. Gives the number of
+/// instructions that it went through (0 where the kernel does not tell).
+///
+/// # Errors
+///
+/// When there is no program in this build, or the kernel refuses it.
+pub fn try_load() -> Result<u32, DatapathError> {
+    const ENTRIES: u32 = 1024;
+    if !is_built_in() {
+        return Err(DatapathError::NoProgram);
+    }
+    let config =
+        abi::PodConfig { flags: abi::POD_HAS_IPV4 | abi::POD_HAS_IPV6, ..zerocopy::FromZeros::new_zeroed() };
+    let mut loader = EbpfLoader::new();
+    loader.btf(None).override_global(abi::POD_CONFIG, &config, true);
+    for name in
+        maps::ALL.into_iter().filter(|name| ![maps::AGENT, maps::COUNTERS, maps::EVENTS].contains(name))
+    {
+        loader.map_max_entries(name, ENTRIES);
+    }
+    for spec in crate::cilium::SPECS4.iter().chain(&crate::cilium::SPECS6) {
+        loader.map_max_entries(spec.object_name, ENTRIES);
+    }
+    let mut ebpf = loader.load(OBJECT).map_err(DatapathError::Load)?;
+    let failed = |source| DatapathError::Program { action: "load", source };
+    let program = ebpf
+        .program_mut(abi::PROGRAM)
+        .and_then(|program| <&mut SchedClassifier>::try_from(program).ok())
+        .ok_or(DatapathError::NoProgram)?;
+    program.load().map_err(failed)?;
+    Ok(program.info().map_err(failed)?.verified_instruction_count().unwrap_or(0))
+}
+
 /// Loads an instance with `config`, over the pinned own maps and what `binding` holds.
 pub(crate) fn load(
     layout: &Layout,

@@ -1,0 +1,200 @@
+//! Cilium: its maps, and whether and how it balances the guarded services packet by packet.
+
+use std::{collections::BTreeMap, path::Path};
+
+use super::Finding;
+use crate::{
+    cilium::{AffinityMatch, CiliumMaps, Probe, probe},
+    plan::{Desired, EgressName, Mode, ServiceAddress},
+};
+
+pub(super) fn maps(directory: &Path) -> Finding {
+    const ID: &str = "cilium_maps";
+    match CiliumMaps::open(directory) {
+        Ok(maps) => {
+            let (there, absent): (Vec<_>, Vec<_>) = maps.maps.iter().partition(|open| open.map.is_some());
+            let ids: Vec<_> = there
+                .iter()
+                .filter_map(|open| Some(format!("{} id {}", open.spec.pin_name, open.map.as_ref()?.1)))
+                .collect();
+            let absent: Vec<_> = absent.iter().map(|open| open.spec.pin_name).collect();
+            let meaning = if absent.is_empty() {
+                "Every map has the layout that is known.".to_owned()
+            } else {
+                format!(
+                    "They have the layout that is known. Not there, and done without: {}.",
+                    absent.join(", ")
+                )
+            };
+            Finding::good(ID, ids.join(", "), meaning)
+        }
+        Err(error) => Finding::cannot(
+            ID,
+            error.to_string(),
+            if error.is_missing() {
+                "Nothing can be guarded before Cilium's maps are there; a running agent binds them when they appear."
+            } else {
+                "An unknown layout is refused, not guessed."
+            },
+            format!("Cilium 1.14 or later must run on this node, with its maps in {}.", directory.display()),
+        ),
+    }
+}
+
+/// Looks at the services of a plan. `packets` are those that the program has counted, by Egress.
+pub(super) fn services(
+    directory: &Path,
+    desired: &Desired,
+    packets: &BTreeMap<EgressName, u64>,
+) -> Vec<Finding> {
+    let addresses = desired.services.keys().copied().collect();
+    match probe(directory, &addresses) {
+        Ok(probe) => judge(desired, &probe, packets),
+        // The maps have a finding of their own.
+        Err(_) => Vec::new(),
+    }
+}
+
+fn judge(desired: &Desired, probe: &Probe, packets: &BTreeMap<EgressName, u64>) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    for (address, service) in &desired.services {
+        let found = probe.services.get(address).copied().unwrap_or_default();
+        let name = format!("Egress {} ({})", service.egress, display(address));
+        if !found.known {
+            findings.push(Finding::warning(
+                "service",
+                format!("Cilium on this node does not know the service of {name}"),
+                "Its packets are left alone until Cilium does.",
+                "See whether Cilium replaces kube-proxy (kubeProxyReplacement=true) and whether its agent is in step with \
+                 the API server.",
+            ));
+            continue;
+        }
+        let sent = packets.get(&service.egress).copied().unwrap_or(0);
+        findings.push(per_packet(&name, found.entries, sent));
+    }
+    findings.extend(affinity(desired, probe));
+    findings
+}
+
+fn display(address: &ServiceAddress) -> String {
+    std::net::SocketAddr::new(address.address, address.port).to_string()
+}
+
+fn per_packet(name: &str, entries: usize, sent: u64) -> Finding {
+    const ID: &str = "per_packet_load_balancing";
+    match (entries, sent) {
+        (0, 0) => Finding::warning(
+            ID,
+            format!("no client of {name} on this node has a service entry in Cilium's conntrack map"),
+            "Either none has sent a packet for a while, or Cilium balances sockets and not packets; it cannot be told yet.",
+            "Send something through the Egress from a pod of this node and check again.",
+        ),
+        (0, _) => Finding::cannot(
+            ID,
+            format!(
+                "clients of {name} have sent {sent} packets and have no service entry in Cilium's conntrack map"
+            ),
+            "Cilium balances sockets here, and tunnel packets come from no socket: they are not balanced at all, and there is \
+             no entry to move a flow by.",
+            "Set Cilium's socketLB.hostNamespaceOnly=true (bpf-lb-sock-hostns-only), as Coil needs it too.",
+        ),
+        (entries, _) => Finding::good(
+            ID,
+            format!("{entries} service entries of clients of {name}"),
+            "Cilium balances packet by packet, which the guard works on.",
+        ),
+    }
+}
+
+fn affinity(desired: &Desired, probe: &Probe) -> Option<Finding> {
+    const ID: &str = "affinity_match";
+    if !probe.services.values().any(|service| service.affinity) {
+        return None;
+    }
+    let rewrite: Vec<_> = desired
+        .services
+        .values()
+        .filter(|service| service.mode == Mode::Rewrite)
+        .map(|service| service.egress.to_string())
+        .collect();
+    Some(match probe.affinity_match {
+        AffinityMatch::Kept if !rewrite.is_empty() => Finding::warning(
+            ID,
+            "a leaving backend keeps its affinity match, so Cilium sends a client's new outer tuples back to it",
+            format!("Mode rewrite cannot move flows of {}; reset and drain can.", rewrite.join(", ")),
+            "Use mode reset or drain, sessionAffinity: None on the Egress, or Cilium 1.18 or later.",
+        ),
+        AffinityMatch::Kept => Finding::good(
+            ID,
+            "a leaving backend keeps its affinity match (Cilium up to 1.17, or a backend that is not ready)",
+            "Reset and drain move the flow all the same; mode rewrite could not.",
+        ),
+        AffinityMatch::Dropped => Finding::good(
+            ID,
+            "a leaving backend loses its affinity match (Cilium 1.18 and later)",
+            "Every mode can move flows.",
+        ),
+        AffinityMatch::Unknown => Finding::good(
+            ID,
+            "no backend is leaving now, so what becomes of its affinity match cannot be seen",
+            "Reset and drain work either way; mode rewrite needs Cilium 1.18 or later where an Egress has ClientIP affinity.",
+        ),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{check::Level, cilium::ServiceProbe, plan::GuardedService};
+
+    fn egress() -> EgressName {
+        EgressName { namespace: "internet".into(), name: "egress".into() }
+    }
+
+    fn address() -> ServiceAddress {
+        ServiceAddress { address: "10.96.0.10".parse().unwrap(), port: 5555 }
+    }
+
+    fn judged(
+        mode: Mode,
+        found: ServiceProbe,
+        affinity_match: AffinityMatch,
+        sent: u64,
+    ) -> Vec<(&'static str, Level)> {
+        let desired = Desired {
+            services: [(address(), GuardedService { egress: egress(), mode, sport_auto: false })].into(),
+            ..Desired::default()
+        };
+        let probe = Probe { services: [(address(), found)].into(), affinity_match };
+        judge(&desired, &probe, &[(egress(), sent)].into())
+            .iter()
+            .map(|finding| (finding.id, finding.level))
+            .collect()
+    }
+
+    #[test]
+    fn packets_without_a_service_entry_mean_that_sockets_are_balanced() {
+        let known = ServiceProbe { known: true, ..ServiceProbe::default() };
+        let some = ServiceProbe { entries: 3, ..known };
+        let id = "per_packet_load_balancing";
+        assert_eq!(judged(Mode::Reset, known, AffinityMatch::Unknown, 17), [(id, Level::CannotWork)]);
+        assert_eq!(judged(Mode::Reset, known, AffinityMatch::Unknown, 0), [(id, Level::Warning)]);
+        assert_eq!(judged(Mode::Reset, some, AffinityMatch::Unknown, 17), [(id, Level::Good)]);
+        assert!(per_packet("x", 0, 1).action.contains("socketLB.hostNamespaceOnly=true"));
+    }
+
+    #[test]
+    fn a_service_that_cilium_does_not_know_is_a_warning() {
+        let unknown = ServiceProbe::default();
+        assert_eq!(judged(Mode::Reset, unknown, AffinityMatch::Unknown, 0), [("service", Level::Warning)]);
+    }
+
+    #[test]
+    fn a_kept_affinity_match_matters_to_rewrite_alone() {
+        let found = ServiceProbe { known: true, affinity: true, entries: 1 };
+        let level = |mode| judged(mode, found, AffinityMatch::Kept, 1)[1];
+        assert_eq!(level(Mode::Rewrite), ("affinity_match", Level::Warning));
+        assert_eq!(level(Mode::Drain), ("affinity_match", Level::Good));
+    }
+}
