@@ -7,7 +7,8 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use coil_guard_tests::{
-    demo::{Document, document::VERSION},
+    cilium::{CiliumVersion, IpFamily},
+    demo::{self, Document, Options, Screen, document::VERSION},
     net::lab_test,
 };
 use tempfile::TempDir;
@@ -81,6 +82,32 @@ fn the_picture_shows_every_lane_and_event() -> Result<()> {
             let first = event.text.split(' ').next().unwrap_or_default();
             ensure!(picture.contains(first), "no {event:?}");
         }
+        Ok(())
+    })
+}
+
+#[test]
+fn a_flow_that_does_not_move_and_a_connection_that_is_cut_are_noticed() -> Result<()> {
+    lab_test(|| {
+        let options = Options {
+            cilium: CiliumVersion::V1_17,
+            family: IpFamily::V4,
+            short: true,
+            modes: ["audit", "reset"],
+        };
+        let document = demo::run(options, &Screen::new(true))?;
+        ensure!(!document.passed);
+        let failures: Vec<_> =
+            document.failures().map(|(act, check)| (act.name.as_str(), check.name.as_str())).collect();
+        for expected in [
+            ("reset", "the stuck flow leaves when the Egress is annotated"),
+            ("reset", "the flow leaves with its next packet"),
+            ("agent_killed", "the flow leaves with its next packet"),
+            ("drain", "the old connection stays on the leaving pod and ends by itself"),
+        ] {
+            ensure!(failures.contains(&expected), "{expected:?} did not fail: {failures:?}");
+        }
+        ensure!(failures.iter().all(|(act, _)| *act != "off"), "{failures:?}");
         Ok(())
     })
 }

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result};
 use clap::{Parser, ValueEnum};
 use coil_guard_tests::{
     cilium::{CiliumVersion, IpFamily},
-    demo::{Document, Options, Screen, picture, run},
+    demo::{Document, MODES, Options, Screen, picture, run},
 };
 
 /// Shows a client pod's FoU flow stuck on a Terminating egress pod, and the same flow with coil-guard.
@@ -76,7 +76,7 @@ fn play(arguments: &Arguments) -> Result<bool> {
         Family::V4 => IpFamily::V4,
         Family::V6 => IpFamily::V6,
     };
-    let options = Options { cilium: arguments.cilium, family, short: arguments.short };
+    let options = Options { cilium: arguments.cilium, family, short: arguments.short, modes: MODES };
     let mut document = run(options, &screen)?;
     write_picture(arguments, &mut document)?;
     screen.line(&format!("\nPicture: {}", arguments.picture.display()));

@@ -41,7 +41,7 @@ struct Seen<'a> {
 /// Plays it.
 pub(super) fn play(options: Options, screen: &Screen) -> Result<Scene> {
     let mut scenario =
-        Scenario::builder(options.lab(BACKENDS)).affinity(true).mode("drain").grace(600).start()?;
+        Scenario::builder(options.lab(BACKENDS)).affinity(true).mode(options.modes[1]).grace(600).start()?;
     let names: Vec<String> =
         (0..BACKENDS).map(|index| Ok(scenario.backend_pod(index)?.name)).collect::<Result<_>>()?;
     let (client, outside) = (

@@ -35,7 +35,12 @@ pub struct Options {
     pub family: IpFamily,
     /// Less time for each act: enough to see that it works, too little to watch.
     pub short: bool,
+    /// Modes of acts 2 and 4. With others than `reset` and `drain` the checks must fail, which a test sees to.
+    pub modes: [&'static str; 2],
 }
+
+/// `reset`, and `drain`.
+pub const MODES: [&str; 2] = ["reset", "drain"];
 
 impl Options {
     /// A span of the play, given for the full length.

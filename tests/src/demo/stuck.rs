@@ -63,7 +63,7 @@ pub(super) fn play(options: Options, screen: &Screen) -> Result<Scene> {
 
 fn direct(scenario: &mut Scenario, story: &Story<'_>, options: Options, stream: u32) -> Result<Played> {
     let at = |seconds| story.wait_until(options.span(seconds));
-    let patience = scenario.patience();
+    let soon = options.span(2.0);
 
     story.note(story.start, EventKind::Act, "1. No annotation on the Egress: Cilium alone");
     at(1.0);
@@ -73,7 +73,7 @@ fn direct(scenario: &mut Scenario, story: &Story<'_>, options: Options, stream: 
 
     let begun = now();
     story.note(begun, EventKind::Act, "2. The Egress is annotated with coil-guard.io/mode=reset");
-    scenario.set_mode(Some("reset"))?;
+    scenario.set_mode(Some(options.modes[0]))?;
     let annotated = Change { begun, done: now(), ..stuck };
     let text = format!(
         "egress {NAMESPACE}/{EGRESS} annotated: the stuck flow has been on {} for {:.1} s",
@@ -81,10 +81,10 @@ fn direct(scenario: &mut Scenario, story: &Story<'_>, options: Options, stream: 
         (begun - stuck.begun) as f64 / 1e9
     );
     story.note(begun, EventKind::Mode, &text);
-    say_move(story, stream, annotated, "annotation", patience);
+    say_move(story, stream, annotated, "annotation", scenario.patience());
     at(6.0);
     let marked = mark(scenario, story, stream)?;
-    say_move(story, stream, marked, "mark", patience);
+    say_move(story, stream, marked, "mark", soon);
     at(7.5);
 
     let killed = now();
@@ -93,7 +93,7 @@ fn direct(scenario: &mut Scenario, story: &Story<'_>, options: Options, stream: 
     story.note(now(), EventKind::Kill, "kill -9 of the agent");
     at(8.5);
     let orphaned = mark(scenario, story, stream)?;
-    say_move(story, stream, orphaned, "mark", patience);
+    say_move(story, stream, orphaned, "mark", soon);
     at(10.0);
     Ok(Played { stuck, annotated, marked, killed, orphaned, attached_without_annotation, end: now() })
 }
