@@ -80,15 +80,16 @@ pub(super) fn select(world: &mut impl World, state: &mut State) {
     if state.master.count == 0 || (state.first_only && state.live.usable) {
         return;
     }
-    let start = (world.spread(!state.master.affinity) % u32::from(state.master.count)) as u16;
+    let count = u32::from(state.master.count);
+    let start = world.spread(!state.master.affinity) % count;
     let mut step = 0;
-    while step < MAX_SLOTS && step < state.master.count {
+    while step < u32::from(MAX_SLOTS) && step < count {
         let mut slot = start + step;
-        if slot >= state.master.count {
-            slot -= state.master.count;
+        if slot >= count {
+            slot -= count;
         }
         step += 1;
-        look_at_slot(world, state, slot + 1);
+        look_at_slot(world, state, slot as u16 + 1);
         if state.first_only && state.live.usable {
             return;
         }
