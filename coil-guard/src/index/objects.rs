@@ -1,6 +1,6 @@
 //! What the index keeps of each object: the few fields that decide something.
 
-use std::{collections::BTreeSet, net::IpAddr, time::Duration};
+use std::{collections::BTreeSet, fmt, net::IpAddr, time::Duration};
 
 use crate::plan::{EgressName, Mode, PodUid};
 
@@ -35,6 +35,13 @@ pub struct AnnotationProblem {
     pub value: String,
     /// What is allowed, and what is done instead.
     pub advice: &'static str,
+}
+
+impl fmt::Display for AnnotationProblem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { key, value, advice } = self;
+        write!(f, "annotation {key}: {value:?} is not understood: {advice}")
+    }
 }
 
 /// An Egress.

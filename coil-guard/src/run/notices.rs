@@ -106,11 +106,10 @@ impl Notices {
         if self.problems.contains(&(name.clone(), problem.clone())) {
             return;
         }
-        let AnnotationProblem { key, value, advice } = problem;
-        tracing::warn!(egress = %name, annotation = key, value, "annotation not understood: {advice}");
+        tracing::warn!(egress = %name, "{problem}");
         if is_here {
-            let text = format!("Annotation {key}: {value:?} is not understood: {advice}");
-            self.take(name, egress, Topic::InvalidAnnotation(key), None, text, now);
+            let topic = Topic::InvalidAnnotation(problem.key);
+            self.take(name, egress, topic, None, problem.to_string(), now);
         }
     }
 
@@ -296,7 +295,7 @@ mod tests {
         let told = texts(&mut notices);
         assert_eq!((told.len(), told[0].0), (1, "InvalidAnnotation"));
         assert!(
-            told[0].1.contains("coil-guard.io/mode: \"yes\" is not understood: allowed are off, audit"),
+            told[0].1.contains("annotation coil-guard.io/mode: \"yes\" is not understood: allowed are off, audit"),
             "{told:?}"
         );
     }
