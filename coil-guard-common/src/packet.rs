@@ -51,7 +51,16 @@ const _: () = assert!(align_of::<Ipv4Hdr>() == 1 && align_of::<Ipv6Hdr>() == 1 &
 pub trait Load {
     /// The header at `offset`, or `None` where the packet ends before its end.
     fn load<T: Header>(&self, offset: u32) -> Option<T>;
+
+    /// As [`Self::load`], for an `offset` below [`NEAR`] that the compiler knows, which can be read at less cost.
+    #[inline(always)]
+    fn load_near<T: Header>(&self, offset: u32) -> Option<T> {
+        self.load(offset)
+    }
 }
+
+/// Ends of the outer headers that Coil makes: Ethernet, IPv6, 8 bytes of options, UDP.
+pub const NEAR: u32 = 70;
 
 impl Load for &[u8] {
     fn load<T: Header>(&self, offset: u32) -> Option<T> {
@@ -145,7 +154,7 @@ pub enum FouPacket {
 /// The reason for letting it pass.
 #[inline(always)]
 pub fn parse(packet: &impl Load, fou_port: [u8; 2]) -> Result<FouPacket, Reason> {
-    let ether_type: [u8; 2] = packet.load(offset_of!(EthHdr, ether_type) as u32).ok_or(Reason::NotFou)?;
+    let ether_type: [u8; 2] = packet.load_near(offset_of!(EthHdr, ether_type) as u32).ok_or(Reason::NotFou)?;
     match u16::from_be_bytes(ether_type) {
         ETHERTYPE_IPV4 => parse_v4(packet, fou_port).map(FouPacket::V4),
         ETHERTYPE_IPV6 => parse_v6(packet, fou_port).map(FouPacket::V6),
@@ -156,7 +165,7 @@ pub fn parse(packet: &impl Load, fou_port: [u8; 2]) -> Result<FouPacket, Reason>
 #[inline(always)]
 fn parse_v4(packet: &impl Load, fou_port: [u8; 2]) -> Result<Outer<[u8; 4]>, Reason> {
     let start = EthHdr::LEN as u32;
-    let ip: Ipv4Hdr = packet.load(start).ok_or(Reason::Malformed)?;
+    let ip: Ipv4Hdr = packet.load_near(start).ok_or(Reason::Malformed)?;
     if ip.proto != PROTO_UDP {
         return Err(Reason::NotFou);
     }
@@ -170,18 +179,45 @@ fn parse_v4(packet: &impl Load, fou_port: [u8; 2]) -> Result<Outer<[u8; 4]>, Rea
     if u32::from(u16::from_be_bytes(ip.tot_len)) < header_length + UdpHdr::LEN as u32 {
         return Err(Reason::Malformed);
     }
-    parse_udp(packet, start + header_length, fou_port, ip.src_addr, ip.dst_addr)
+    const PLAIN: u32 = (EthHdr::LEN + Ipv4Hdr::LEN) as u32;
+    let (udp, offset) = if header_length == Ipv4Hdr::LEN as u32 {
+        (packet.load_near(PLAIN), PLAIN)
+    } else {
+        (packet.load(start + header_length), start + header_length)
+    };
+    outer(udp, offset, fou_port, ip.src_addr, ip.dst_addr)
 }
 
 #[inline(always)]
 fn parse_v6(packet: &impl Load, fou_port: [u8; 2]) -> Result<Outer<[u8; 16]>, Reason> {
     let start = EthHdr::LEN as u32;
-    let ip: Ipv6Hdr = packet.load(start).ok_or(Reason::Malformed)?;
+    let ip: Ipv6Hdr = packet.load_near(start).ok_or(Reason::Malformed)?;
     if ip.version() != 6 {
         return Err(Reason::Malformed);
     }
-    let mut next = ip.next_hdr;
-    let mut offset = start + Ipv6Hdr::LEN as u32;
+    // The two forms that tunnels make, at offsets that the compiler knows; anything else is walked.
+    const PLAIN: u32 = (EthHdr::LEN + Ipv6Hdr::LEN) as u32;
+    const WITH_OPTIONS: u32 = PLAIN + 8;
+    let options = if ip.next_hdr == NEXT_DESTINATION { packet.load_near::<[u8; 2]>(PLAIN) } else { None };
+    let (udp, offset) = if ip.next_hdr == PROTO_UDP {
+        (packet.load_near(PLAIN), PLAIN)
+    } else if options == Some([PROTO_UDP, 0]) {
+        (packet.load_near(WITH_OPTIONS), WITH_OPTIONS)
+    } else {
+        let offset = walk(packet, ip.next_hdr, PLAIN)?;
+        (packet.load(offset), offset)
+    };
+    // 0 is that of a packet of more than 64 KiB, which has it elsewhere or will be cut into segments that have one.
+    let length = u32::from(u16::from_be_bytes(ip.payload_len));
+    if length != 0 && start + Ipv6Hdr::LEN as u32 + length < offset + UdpHdr::LEN as u32 {
+        return Err(Reason::Malformed);
+    }
+    outer(udp, offset, fou_port, ip.src_addr, ip.dst_addr)
+}
+
+/// Offset of the UDP header behind the extension headers at `offset`, the first of them of the kind `next`.
+#[inline(always)]
+fn walk(packet: &impl Load, mut next: u8, mut offset: u32) -> Result<u32, Reason> {
     let mut left = MAX_EXTENSION_HEADERS;
     while next != PROTO_UDP {
         match next {
@@ -207,23 +243,18 @@ fn parse_v6(packet: &impl Load, fou_port: [u8; 2]) -> Result<Outer<[u8; 16]>, Re
         }
         next = following;
     }
-    // 0 is that of a packet of more than 64 KiB, which has it elsewhere or will be cut into segments that have one.
-    let length = u32::from(u16::from_be_bytes(ip.payload_len));
-    if length != 0 && start + Ipv6Hdr::LEN as u32 + length < offset + UdpHdr::LEN as u32 {
-        return Err(Reason::Malformed);
-    }
-    parse_udp(packet, offset, fou_port, ip.src_addr, ip.dst_addr)
+    Ok(offset)
 }
 
 #[inline(always)]
-fn parse_udp<A>(
-    packet: &impl Load,
+fn outer<A>(
+    udp: Option<UdpHdr>,
     offset: u32,
     fou_port: [u8; 2],
     source: A,
     destination: A,
 ) -> Result<Outer<A>, Reason> {
-    let udp: UdpHdr = packet.load(offset).ok_or(Reason::Malformed)?;
+    let udp = udp.ok_or(Reason::Malformed)?;
     if udp.dst != fou_port {
         return Err(Reason::NotFou);
     }

@@ -133,7 +133,8 @@ fn look_at_slot(world: &mut impl World, state: &mut State, slot: u16) {
     } else if !state.live.usable {
         state.live = state.candidate;
     }
-    if state.candidate.present && (!state.present.present || (state.candidate.keeps && !state.present.keeps)) {
+    if state.candidate.present && (!state.present.present || (state.candidate.keeps && !state.present.keeps))
+    {
         state.present = state.candidate;
     }
 }
