@@ -51,15 +51,22 @@ impl StreamReport {
             .collect()
     }
 
-    /// The backend of a packet; `None` when it was lost. Of a duplicate the first.
+    /// The backend of each packet that arrived. Of a duplicate the first.
+    #[must_use]
+    pub fn backends(&self) -> BTreeMap<u64, usize> {
+        let mut backends = BTreeMap::new();
+        for record in &self.records {
+            if let (Place::Backend(index), Some(tag)) = (record.place, record.tag) {
+                backends.entry(tag.sequence).or_insert(index);
+            }
+        }
+        backends
+    }
+
+    /// The backend of a packet; `None` when it was lost. Of many packets see [`Self::backends`].
     #[must_use]
     pub fn backend_of(&self, sequence: u64) -> Option<usize> {
-        self.arrivals().get(&sequence).and_then(|records| records.first()).and_then(|record| {
-            match record.place {
-                Place::Backend(index) => Some(index),
-                _ => None,
-            }
-        })
+        self.backends().get(&sequence).copied()
     }
 
     /// Packets per backend.

@@ -12,12 +12,18 @@ use crate::{cilium::Dump, fou::StreamReport};
 /// When not; with the account.
 pub fn left(report: &StreamReport, from: usize, since: u64) -> Result<()> {
     report.ensure_exactly_once()?;
+    let backends = report.backends();
     let (before, after): (Vec<u64>, Vec<u64>) =
-        (0..report.sent.len() as u64).partition(|sequence| report.sent[*sequence as usize] < since);
+        backends.keys().partition(|sequence| report.sent[**sequence as usize] < since);
     ensure!(!before.is_empty() && !after.is_empty(), "no packets on both sides of the event: {report:?}");
-    ensure!(before.iter().any(|sequence| report.backend_of(*sequence) == Some(from)), "never on {from}: {report:?}");
-    let late: Vec<_> = after.iter().filter(|sequence| report.backend_of(**sequence) == Some(from)).collect();
-    ensure!(late.is_empty(), "{} packets went to {from} after the event, first {:?}: {report:?}", late.len(), late.first());
+    ensure!(before.iter().any(|sequence| backends[sequence] == from), "never on {from}: {report:?}");
+    let late: Vec<_> = after.iter().filter(|sequence| backends[sequence] == from).collect();
+    ensure!(
+        late.is_empty(),
+        "{} packets went to {from} after the event, first {:?}: {report:?}",
+        late.len(),
+        late.first()
+    );
     Ok(())
 }
 
