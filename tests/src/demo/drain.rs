@@ -105,14 +105,14 @@ fn direct(
     (old, count): (u32, u64),
     new: u32,
 ) -> Result<Played> {
-    let at = |seconds| story.wait_until(options.span(seconds));
+    let pause = |seconds| story.pause(options.span(seconds));
     let patience = scenario.patience();
     story.note(
         story.start,
         EventKind::Act,
         "4. coil-guard.io/mode=drain: an old connection, and new ones every 8 ms",
     );
-    at(1.0);
+    pause(1.0);
     let backend = story.current(old, patience)?;
     let name = story.name(backend).to_owned();
     let begun = now();
@@ -142,14 +142,14 @@ fn direct(
             &format!("the old connection ends by itself: its FIN has arrived at {name}"),
         );
     }
-    at(4.7);
+    pause(0.7);
     let pod = scenario.backend_pod(backend)?;
     let gone = now();
     scenario.cluster.force_delete(&pod)?;
     scenario.lab.remove_backend(backend)?;
     story.gone(backend, gone);
     story.note(gone, EventKind::End, &format!("pod {name} is gone"));
-    at(5.7);
+    pause(1.0);
     Ok(Played { marked, seen_by_agent, end: now() })
 }
 

@@ -122,10 +122,9 @@ impl<'a> Story<'a> {
         self.pods.lock().unwrap_or_else(PoisonError::into_inner)[backend].gone_from = Some(at);
     }
 
-    /// Waits until the scene is this old.
-    pub(super) fn wait_until(&self, age: Duration) {
-        let when = self.start + age.as_nanos() as u64;
-        thread::sleep(Duration::from_nanos(when.saturating_sub(now())));
+    /// Lets the scene go on for this long.
+    pub(super) fn pause(&self, span: Duration) {
+        thread::sleep(span);
     }
 
     /// The backend at which the last packet of a stream arrived.

@@ -62,13 +62,13 @@ pub(super) fn play(options: Options, screen: &Screen) -> Result<Scene> {
 }
 
 fn direct(scenario: &mut Scenario, story: &Story<'_>, options: Options, stream: u32) -> Result<Played> {
-    let at = |seconds| story.wait_until(options.span(seconds));
+    let pause = |seconds| story.pause(options.span(seconds));
     let soon = options.span(2.0);
 
     story.note(story.start, EventKind::Act, "1. No annotation on the Egress: Cilium alone");
-    at(1.0);
+    pause(1.0);
     let stuck = mark(scenario, story, stream)?;
-    at(4.0);
+    pause(3.0);
     let attached_without_annotation = !scenario.lab.attachments(0)?.is_empty();
 
     let begun = now();
@@ -82,19 +82,19 @@ fn direct(scenario: &mut Scenario, story: &Story<'_>, options: Options, stream: 
     );
     story.note(begun, EventKind::Mode, &text);
     say_move(story, stream, annotated, "annotation", scenario.patience());
-    at(6.0);
+    pause(1.3);
     let marked = mark(scenario, story, stream)?;
     say_move(story, stream, marked, "mark", soon);
-    at(7.5);
+    pause(1.5);
 
     let killed = now();
     story.note(killed, EventKind::Act, "3. The agent is killed; its program stays in the kernel");
     scenario.kill_agent()?;
     story.note(now(), EventKind::Kill, "kill -9 of the agent");
-    at(8.5);
+    pause(1.0);
     let orphaned = mark(scenario, story, stream)?;
     say_move(story, stream, orphaned, "mark", soon);
-    at(10.0);
+    pause(1.5);
     Ok(Played { stuck, annotated, marked, killed, orphaned, attached_without_annotation, end: now() })
 }
 
