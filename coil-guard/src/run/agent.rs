@@ -9,10 +9,15 @@ use std::{
 use anyhow::bail;
 use tokio::sync::mpsc;
 
-use super::{Stop, notices::Notices, readiness::conditions};
+use super::{
+    Stop,
+    effects::{follow_flows, log_changes},
+    notices::Notices,
+    readiness::conditions,
+};
 use crate::{
     clock::Monotonic,
-    datapath::{Datapath, Events, FlowEvent, FlowEventKind, How, Report},
+    datapath::{Datapath, FlowEvent, FlowEventKind, How, Report},
     index::{Index, Update},
     k8s::{EventWriter, Health, Message, Node, Watches},
     observe::{Endpoints, Metrics, SnapshotRequest},
@@ -375,56 +380,5 @@ impl Agent {
         if self.metrics.ready.set(ready) != ready {
             tracing::info!(ready = ready == 1, "readiness changed");
         }
-    }
-}
-
-/// The ring is read by a task of its own, because waiting for it can fail and must then pause.
-fn follow_flows(mut events: Events) -> mpsc::Receiver<FlowEvent> {
-    let (out, flows) = mpsc::channel(1024);
-    drop(tokio::task::spawn_local(async move {
-        loop {
-            match events.next().await {
-                Ok(event) => {
-                    if out.send(event).await.is_err() {
-                        return;
-                    }
-                }
-                Err(error) => {
-                    tracing::warn!(%error, "cannot read the program's events; trying again");
-                    tokio::time::sleep(Duration::from_secs(5)).await;
-                }
-            }
-        }
-    }));
-    flows
-}
-
-/// What an operator wants to find in the log of a bad night: what was guarded when, and what each backend was seen as.
-fn log_changes(before: &Desired, now: &Desired) {
-    for (address, service) in &now.services {
-        if before.services.get(address) != Some(service) {
-            tracing::info!(egress = %service.egress, address = %address.address, port = address.port, mode = ?service.mode,
-                "guarding the Service");
-        }
-    }
-    for (address, service) in
-        before.services.iter().filter(|(address, _)| !now.services.contains_key(address))
-    {
-        tracing::info!(egress = %service.egress, address = %address.address, "not guarding the Service any more");
-    }
-    for (address, mark) in &now.marks {
-        let earlier = before.marks.get(address);
-        if earlier.is_none_or(|earlier| earlier.state != mark.state || earlier.egress != mark.egress) {
-            let was = earlier.map(|earlier| earlier.state);
-            if mark.state == MarkState::Ready && was.is_none() {
-                tracing::debug!(egress = %mark.egress, backend = %address, "backend is ready");
-            } else {
-                tracing::info!(egress = %mark.egress, backend = %address, state = ?mark.state, ?was, keep = ?mark.keep,
-                    "backend changed");
-            }
-        }
-    }
-    for (address, mark) in before.marks.iter().filter(|(address, _)| !now.marks.contains_key(address)) {
-        tracing::debug!(egress = %mark.egress, backend = %address, "backend forgotten");
     }
 }

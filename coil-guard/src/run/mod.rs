@@ -4,6 +4,7 @@
 //! (namespaces, attaching, Cilium's pins) is on the datapath's own thread, and Kubernetes events have a queue.
 
 mod agent;
+mod effects;
 mod notices;
 mod readiness;
 

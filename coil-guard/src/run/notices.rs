@@ -295,7 +295,9 @@ mod tests {
         let told = texts(&mut notices);
         assert_eq!((told.len(), told[0].0), (1, "InvalidAnnotation"));
         assert!(
-            told[0].1.contains("annotation coil-guard.io/mode: \"yes\" is not understood: allowed are off, audit"),
+            told[0]
+                .1
+                .contains("annotation coil-guard.io/mode: \"yes\" is not understood: allowed are off, audit"),
             "{told:?}"
         );
     }

@@ -1,15 +1,11 @@
-//! The rules, each on objects as the API server sends them.
+//! Which mark a backend gets, and for how long it keeps its flows.
 
 use std::time::Duration;
 
 use serde_json::json;
 
-use super::*;
-use crate::index::{BackendState, Change, SETTLE, Update, testing::*};
-
-fn plan_at(index: &Index, millis: u64) -> Desired {
-    plan(index, &Settings::default(), &BTreeSet::new(), true, at(millis))
-}
+use super::{super::*, plan_at};
+use crate::index::{BackendState, SETTLE, testing::*};
 
 fn mark(index: &Index, address: &str, millis: u64) -> Option<(MarkState, Keep)> {
     plan_at(index, millis).marks.get(&ip(address)).map(|mark| (mark.state, mark.keep))
@@ -34,82 +30,6 @@ fn draining(until_millis: u64) -> Option<(MarkState, Keep)> {
 
 fn not_ready(until_millis: u64) -> Option<(MarkState, Keep)> {
     Some((MarkState::NotReady, Keep::Until(at(until_millis))))
-}
-
-#[test]
-fn a_guarded_egress_with_a_client_here_is_planned() {
-    let desired = plan_at(&running("reset"), 0);
-    let service = ServiceAddress { address: ip(CLUSTER_IP), port: 5555 };
-    let guarded = GuardedService { egress: named(EGRESS), mode: Mode::Reset, sport_auto: false };
-    assert_eq!(desired.services, BTreeMap::from([(service, guarded)]));
-    assert_eq!(desired.marks.len(), 2);
-    let client = &desired.pods["uid-client"];
-    assert_eq!((client.want, client.name.as_str()), (Want::Attached, "client"));
-    assert_eq!(client.egresses, BTreeSet::from([named(EGRESS)]));
-    assert_eq!(client.addresses, BTreeSet::from([ip("10.0.0.1")]));
-    assert_eq!(desired.next_change, None);
-}
-
-#[test]
-fn off_leaves_nothing() {
-    for annotations in [&[][..], &[("coil-guard.io/mode", "off")], &[("coil-guard.io/mode", "yes")]] {
-        let mut index = running("reset");
-        index.egress_is(&api_egress(EGRESS, annotations), at(0));
-        let attached = BTreeSet::from(["uid-client".to_owned()]);
-        let desired = plan(&index, &Settings::default(), &attached, true, at(1));
-        assert_eq!(desired, Desired { complete: true, ..Desired::default() }, "{annotations:?}");
-    }
-}
-
-#[test]
-fn the_default_mode_is_for_egresses_without_the_annotation() {
-    let settings = Settings { default_mode: Some(Mode::Audit), ..Settings::default() };
-    let mode = |annotations: &[(&str, &str)]| {
-        let mut index = running("reset");
-        index.egress_is(&api_egress(EGRESS, annotations), at(0));
-        let desired = plan(&index, &settings, &BTreeSet::new(), true, at(0));
-        desired.services.into_values().map(|service| service.mode).next()
-    };
-    assert_eq!(mode(&[]), Some(Mode::Audit));
-    assert_eq!(mode(&[("coil-guard.io/mode", "Drain")]), Some(Mode::Drain));
-    assert_eq!(mode(&[("coil-guard.io/mode", "off")]), None);
-    assert_eq!(
-        mode(&[("coil-guard.io/mode", "unknown")]),
-        None,
-        "an unknown value means off, whatever the default"
-    );
-}
-
-#[test]
-fn both_cluster_ips_are_guarded_and_a_changed_one_replaces_the_old() {
-    let mut index = running("reset");
-    index.service_is(&api_service(EGRESS, &[CLUSTER_IP, "fd00::10"]), at(1));
-    let addresses =
-        |index: &Index| plan_at(index, 1).services.into_keys().map(|key| key.address).collect::<Vec<_>>();
-    assert_eq!(addresses(&index), [ip(CLUSTER_IP), ip("fd00::10")]);
-    index.service_is(&api_service(EGRESS, &["10.96.0.99"]), at(2));
-    assert_eq!(addresses(&index), [ip("10.96.0.99")]);
-}
-
-#[test]
-fn labels_do_not_join() {
-    // A Service and a slice with all the labels, and no Egress of that name.
-    let mut index = running("reset");
-    index.service_is(&api_service("stray", &["10.96.0.77"]), at(0));
-    index.slice_is(&api_slice("stray", "stray", &[endpoint("10.0.1.7", "x", "r s")]), at(0));
-    let desired = plan_at(&index, 0);
-    assert_eq!((desired.services.len(), desired.marks.len()), (1, 2));
-}
-
-#[test]
-fn egresses_without_clients_here_cost_nothing() {
-    let mut index = running("reset");
-    index.egress_is(&api_egress("far", &[("coil-guard.io/mode", "reset")]), at(0));
-    index.service_is(&api_service("far", &["10.96.0.20"]), at(0));
-    index.slice_is(&api_slice("far", "far", &[endpoint("10.0.2.1", "f", "r s")]), at(0));
-    assert_eq!((plan_at(&index, 0).services.len(), plan_at(&index, 0).marks.len()), (1, 2));
-    index.client_is(&api_client("second", "10.0.0.2", "far", &json!({})), at(0));
-    assert_eq!((plan_at(&index, 0).services.len(), plan_at(&index, 0).marks.len()), (2, 3));
 }
 
 #[test]
@@ -257,24 +177,22 @@ fn an_address_in_two_slices_is_ready_if_it_is_in_either() {
 
 #[test]
 fn an_address_between_two_slices_is_given_a_moment() {
-    let mut index = running("drain");
-    slice_of(&mut index, &[endpoint("10.0.1.2", "b", "r s")], 1_000);
+    let left = || {
+        let mut index = running("drain");
+        slice_of(&mut index, &[endpoint("10.0.1.2", "b", "r s")], 1_000);
+        index
+    };
+    let mut index = left();
     assert_eq!(mark(&index, "10.0.1.1", 1_000), not_ready(2_000));
     assert_eq!(plan_at(&index, 1_000).next_change, Some(at(2_000)));
-    let mut never_back = index_clone(&index);
+    index.slice_is(&api_slice("s2", EGRESS, &[endpoint("10.0.1.1", "a", "r s")]), at(1_003));
+    assert_eq!(mark(&index, "10.0.1.1", 1_003), READY);
+
+    let mut never_back = left();
     assert_eq!(mark(&never_back, "10.0.1.1", 2_000), GONE);
     never_back.pod_is_gone("a", at(1_500));
     assert_eq!(mark(&never_back, "10.0.1.1", 1_500), GONE, "its pod went: no need to wait");
-    index.slice_is(&api_slice("s2", EGRESS, &[endpoint("10.0.1.1", "a", "r s")]), at(1_003));
-    assert_eq!(mark(&index, "10.0.1.1", 1_003), READY);
     assert_eq!(SETTLE, Duration::from_secs(1));
-}
-
-/// The same history again: the index has no business being cloned outside tests.
-fn index_clone(_: &Index) -> Index {
-    let mut index = running("drain");
-    slice_of(&mut index, &[endpoint("10.0.1.2", "b", "r s")], 1_000);
-    index
 }
 
 #[test]
@@ -371,56 +289,6 @@ fn a_restarted_agent_goes_on_counting() {
     // Left while no agent was looking: no need to wait for it.
     index.observe_cilium(&cilium(&["10.0.1.1", "10.0.1.2", "10.0.1.3"]), true, at(9_200));
     assert_eq!(mark(&index, "10.0.1.3", 9_200), GONE);
-}
-
-#[test]
-fn a_client_is_detached_by_annotation_only_when_its_tunnel_is_gone() {
-    let mut index = running("reset");
-    let attached = BTreeSet::from(["uid-client".to_owned()]);
-    let unannotated = json!({"metadata": {"annotations": null}});
-    index.client_is(&api_client("client", "10.0.0.1", "", &unannotated), at(1));
-    let desired = plan(&index, &Settings::default(), &attached, true, at(1));
-    assert_eq!(desired.pods["uid-client"].want, Want::WhileTunnelled);
-    assert_eq!(desired.services.len(), 1, "its tunnel still leads there");
-    assert!(plan_at(&index, 1).pods.is_empty(), "not attached: nothing to keep");
-
-    // The same, met by an agent that never saw the annotation.
-    let mut index = running("reset");
-    index.update(Update::LocalPod(Change::Reset(vec![])), at(1));
-    index.client_is(&api_client("client", "10.0.0.1", "", &unannotated), at(1));
-    let desired = plan(&index, &Settings::default(), &attached, true, at(1));
-    assert_eq!((desired.pods["uid-client"].want, desired.services.len()), (Want::WhileTunnelled, 1));
-}
-
-#[test]
-fn clients_without_an_address_or_with_another_pods_are_left_out() {
-    let mut index = running("reset");
-    let starting = json!({"status": {"phase": "Pending", "podIP": null, "podIPs": null}});
-    index.client_is(&api_client("starting", "-", EGRESS, &starting), at(1));
-    let finished = json!({"status": {"phase": "Succeeded"}});
-    index.client_is(&api_client("finished", "10.0.0.1", EGRESS, &finished), at(1));
-    let ending = json!({"metadata": {"deletionTimestamp": "2026-01-02T00:00:00Z"}});
-    index.client_is(&api_client("ending", "10.0.0.1", EGRESS, &ending), at(1));
-    assert_eq!(plan_at(&index, 1).pods.into_keys().collect::<Vec<_>>(), ["uid-client"]);
-    let later = json!({"metadata": {"creationTimestamp": "2026-01-03T00:00:00Z"}});
-    index.client_is(&api_client("later", "10.0.0.1", EGRESS, &later), at(1));
-    assert_eq!(plan_at(&index, 1).pods.into_keys().collect::<Vec<_>>(), ["uid-later"]);
-}
-
-#[test]
-fn an_egress_being_deleted_stays_guarded_until_it_is_gone() {
-    let mut index = running("reset");
-    let mut object = api_egress(EGRESS, &[("coil-guard.io/mode", "reset")]);
-    object.metadata = serde_json::from_value({
-        let mut metadata = serde_json::to_value(&object.metadata).unwrap();
-        metadata["deletionTimestamp"] = json!("2026-01-01T00:00:00Z");
-        metadata
-    })
-    .unwrap();
-    index.egress_is(&object, at(1));
-    assert_eq!(plan_at(&index, 1).services.len(), 1);
-    index.update(Update::Egress(Change::Delete(named(EGRESS))), at(2));
-    assert_eq!(plan_at(&index, 2).services.len(), 0);
 }
 
 #[test]
