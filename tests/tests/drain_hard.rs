@@ -264,7 +264,7 @@ fn drain_is_refused_where_ephemeral_ports_reach_into_the_drain_ports() -> Result
     lab_test(|| {
         let lab = Lab::builder().backends(2).families(&[FAMILY]);
         let mut scenario = Scenario::builder(lab).mode("drain").sport_auto().no_agent().start()?;
-        scenario.lab.client(0).namespace.run(|| set_sysctl("net/ipv4/ip_local_port_range", "32768 65535"))?;
+        scenario.lab.client(0).namespace.run(|| set_sysctl("ipv4/ip_local_port_range", "32768 65535"))?;
         scenario.start_agent()?;
         scenario.wait_attached(0)?;
         scenario.agent()?.wait_log(&["WARN", "ip_local_port_range"], scenario.patience())?;

@@ -76,7 +76,7 @@ impl Lab {
     /// How long to wait for what should happen at once on a machine that is busy.
     #[must_use]
     pub fn patience(&self) -> Duration {
-        Duration::from_secs(10)
+        Duration::from_secs(30)
     }
 
     /// Families of the lab.
