@@ -80,16 +80,16 @@ pub(super) fn select(world: &mut impl World, state: &mut State) {
     if state.master.count == 0 || (state.first_only && state.live.usable) {
         return;
     }
-    let count = u32::from(state.master.count);
-    let start = world.spread(!state.master.affinity) % count;
+    let start = (world.spread(!state.master.affinity) % u32::from(state.master.count)) as u16;
     let mut step = 0;
-    while step < u32::from(MAX_SLOTS) && step < count {
-        let mut slot = start + step;
-        if slot >= count {
-            slot -= count;
+    while step < MAX_SLOTS && step < state.master.count {
+        // Where the sum wraps, of 65,521 slots and more, it is still one of them.
+        let mut slot = start.wrapping_add(step);
+        if slot >= state.master.count {
+            slot -= state.master.count;
         }
         step += 1;
-        look_at_slot(world, state, slot as u16 + 1);
+        look_at_slot(world, state, slot + 1);
         if state.first_only && state.live.usable {
             return;
         }
