@@ -261,11 +261,15 @@ shared! {
 
 shared! {
     /// A backend that the program saw leaving in Cilium's maps.
-    LeavingKey, 20 {
+    LeavingKey, 24 {
         /// Its address.
         address: [u8; 16],
         /// Its id.
         backend_id: u32,
+        /// 1 when Cilium calls it terminating: that is a leaving of its own, whatever it was before.
+        terminating: u8,
+        /// Zero.
+        pad: [u8; 3],
     }
 }
 

@@ -154,7 +154,8 @@ pub enum FouPacket {
 /// The reason for letting it pass.
 #[inline(always)]
 pub fn parse(packet: &impl Load, fou_port: [u8; 2]) -> Result<FouPacket, Reason> {
-    let ether_type: [u8; 2] = packet.load_near(offset_of!(EthHdr, ether_type) as u32).ok_or(Reason::NotFou)?;
+    let ether_type: [u8; 2] =
+        packet.load_near(offset_of!(EthHdr, ether_type) as u32).ok_or(Reason::NotFou)?;
     match u16::from_be_bytes(ether_type) {
         ETHERTYPE_IPV4 => parse_v4(packet, fou_port).map(FouPacket::V4),
         ETHERTYPE_IPV6 => parse_v6(packet, fou_port).map(FouPacket::V6),

@@ -4,6 +4,7 @@ mod prose;
 
 use coil_guard_common::{
     abi::{BackendMark, FOR_EVER, InnerFlow, Previous, mark},
+    cilium::BACKEND_TERMINATING,
     decide::{Backend, DrainChange, Entry, Judgement, Master, Unmarked, World, judge},
     inner::FlowPacket,
 };
@@ -36,7 +37,8 @@ impl World for One {
     fn heartbeat_fresh(&mut self) -> u64 {
         u64::from(self.facts.fresh)
     }
-    fn leaving_since(&mut self, address: &[u8; 16], id: u32) -> u64 {
+    fn leaving_since(&mut self, address: &[u8; 16], id: u32, terminating: bool) -> u64 {
+        assert_eq!(terminating, self.facts.state == BACKEND_TERMINATING);
         assert_eq!((*address, id), (ADDRESS, ID));
         self.noted = true;
         self.facts.first_seen

@@ -211,8 +211,9 @@ impl<F: Family> World for ClientWorld<F> {
     }
 
     #[inline(never)]
-    fn leaving_since(&mut self, address: &[u8; 16], id: u32) -> u64 {
+    fn leaving_since(&mut self, address: &[u8; 16], id: u32, terminating: bool) -> u64 {
         let now = self.now;
+        self.scratch.leaving.terminating = u8::from(terminating);
         (self.scratch.leaving.address, self.scratch.leaving.backend_id) = (*address, id);
         if let Some(seen) = maps::LEAVING.get_ptr_mut(&self.scratch.leaving) {
             // SAFETY: a map value pointer to plain integers; racing CPUs store nearly the same time.

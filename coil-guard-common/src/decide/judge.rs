@@ -172,9 +172,10 @@ pub fn judge(world: &mut impl World, id: u64, unmarked: Unmarked, out: &mut Judg
     if verdict & SINCE_MARK != 0 {
         out.began = since;
     } else if verdict & SINCE_SEEN != 0 {
-        let began = world.leaving_since(&backend.address, id);
+        let terminating = verdict & KEEPS_AWHILE != 0;
+        let began = world.leaving_since(&backend.address, id, terminating);
         out.began = began;
-        if verdict & KEEPS_AWHILE != 0 {
+        if terminating {
             out.keeps = before(now, began + world.unmarked_drain()) != 0;
         }
     }

@@ -113,8 +113,8 @@ pub trait World {
     fn mark(&mut self, address: &[u8; 16]) -> Option<BackendMark>;
     /// 1 when the agent's set of READY marks is complete at this moment, else 0.
     fn heartbeat_fresh(&mut self) -> u64;
-    /// When the program first saw this backend leaving; notes it if it never did.
-    fn leaving_since(&mut self, address: &[u8; 16], id: u32) -> u64;
+    /// When the program first saw this backend leaving, apart for one that Cilium calls terminating; notes it if it never did.
+    fn leaving_since(&mut self, address: &[u8; 16], id: u32, terminating: bool) -> u64;
     /// How long a backend that left by Cilium's state alone is drained, ns.
     fn unmarked_drain(&self) -> u64;
 

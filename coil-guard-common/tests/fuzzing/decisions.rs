@@ -137,7 +137,7 @@ impl World for Bytes<'_> {
     fn heartbeat_fresh(&mut self) -> u64 {
         self.fresh
     }
-    fn leaving_since(&mut self, _: &[u8; 16], _: u32) -> u64 {
+    fn leaving_since(&mut self, _: &[u8; 16], _: u32, _: bool) -> u64 {
         self.call();
         self.time().min(NOW)
     }

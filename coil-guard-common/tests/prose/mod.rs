@@ -21,7 +21,7 @@ pub(crate) struct Facts {
     pub(crate) fresh: bool,
     /// Mode drain.
     pub(crate) drain: bool,
-    /// When the program first saw it leaving; now if it has not yet.
+    /// When the program first saw it leaving, in the same way as now; now if it has not yet.
     pub(crate) first_seen: u64,
     /// How long it is drained without a mark.
     pub(crate) unmarked_drain: u64,

@@ -157,9 +157,9 @@ impl World for Pass<'_> {
     fn heartbeat_fresh(&mut self) -> u64 {
         self.fresh
     }
-    fn leaving_since(&mut self, address: &[u8; 16], id: u32) -> u64 {
+    fn leaving_since(&mut self, address: &[u8; 16], id: u32, terminating: bool) -> u64 {
         self.meanwhile();
-        self.sim.own.leaving_since(address, id, self.now)
+        self.sim.own.leaving_since(address, id, terminating, self.now)
     }
     fn unmarked_drain(&self) -> u64 {
         self.sim.settings.unmarked_drain

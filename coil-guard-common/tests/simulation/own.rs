@@ -25,7 +25,7 @@ pub(crate) struct Own {
     /// Client and inner tuple.
     pub(crate) flows: BTreeMap<(u8, u32), InnerFlow>,
     pub(crate) previous: BTreeMap<u8, Previous>,
-    pub(crate) leaving: BTreeMap<([u8; 16], u32), LeavingSeen>,
+    pub(crate) leaving: BTreeMap<([u8; 16], u32, bool), LeavingSeen>,
     pub(crate) drains: BTreeMap<[u8; 16], Drains>,
     /// Drained flows that fell out of the memory, by address: they stay counted.
     pub(crate) forgotten: BTreeMap<[u8; 16], i64>,
@@ -34,16 +34,16 @@ pub(crate) struct Own {
 
 impl Own {
     /// When the program first saw a backend leaving, without noting it.
-    pub(crate) fn first_seen(&self, address: &[u8; 16], id: u32, now: u64) -> u64 {
-        match self.leaving.get(&(*address, id)) {
+    pub(crate) fn first_seen(&self, address: &[u8; 16], id: u32, terminating: bool, now: u64) -> u64 {
+        match self.leaving.get(&(*address, id, terminating)) {
             Some(seen) if now.saturating_sub(seen.last) <= LEAVING_PAUSE => seen.first,
             _ => now,
         }
     }
 
-    pub(crate) fn leaving_since(&mut self, address: &[u8; 16], id: u32, now: u64) -> u64 {
-        let first = self.first_seen(address, id, now);
-        self.leaving.insert((*address, id), LeavingSeen { first, last: now });
+    pub(crate) fn leaving_since(&mut self, address: &[u8; 16], id: u32, terminating: bool, now: u64) -> u64 {
+        let first = self.first_seen(address, id, terminating, now);
+        self.leaving.insert((*address, id, terminating), LeavingSeen { first, last: now });
         first
     }
 

@@ -5,7 +5,7 @@ use std::{
     ops::AddAssign,
 };
 
-use coil_guard_common::{abi::mode, decide::State, inner::FlowPacket};
+use coil_guard_common::{abi::mode, cilium::BACKEND_TERMINATING, decide::State, inner::FlowPacket};
 
 use super::{
     cilium::{Cilium, SECOND, Version},
@@ -186,7 +186,12 @@ impl Sim {
             mark: self.agent.marks.get(&backend.address).copied(),
             fresh: self.now < self.agent.heartbeat_until,
             drain: self.settings.mode == Some(mode::DRAIN),
-            first_seen: self.own.first_seen(&backend.address, id, self.now),
+            first_seen: self.own.first_seen(
+                &backend.address,
+                id,
+                backend.state == BACKEND_TERMINATING,
+                self.now,
+            ),
             unmarked_drain: self.settings.unmarked_drain,
         })
     }
