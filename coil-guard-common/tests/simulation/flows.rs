@@ -3,7 +3,7 @@
 use coil_guard_common::{
     abi::mode,
     counters::Reason,
-    decide::{IDLE, Outcome, SETTLE, decide, drain_port, is_reserved_port},
+    decide::{IDLE, Outcome, PREVIOUS_MEMORY, SETTLE, decide, drain_port, is_reserved_port},
     inner::FlowPacket,
 };
 
@@ -92,7 +92,8 @@ impl Sim {
         };
         let before = self.cilium.fate((packet.client, packet.port), self.now);
         packet.excused |= self.excuse(&packet, mode, &before);
-        let known = self.own.flows.contains_key(&(packet.client, packet.tuple));
+        let memory = self.own.flows.get(&(packet.client, packet.tuple));
+        let known = memory.is_some_and(|flow| self.now - flow.last_seen <= IDLE);
         let mut state = self.states[cpu].take().unwrap_or_default();
         state.master = self.cilium.master();
         let fresh = u64::from(self.now < self.agent.heartbeat_until);
@@ -166,6 +167,13 @@ impl Sim {
             previous != home && self.keeps(previous)
         });
         let new = packet.kind == FlowPacket::Stateless && self.now - self.own.memory_since >= IDLE;
+        let from_there = self.own.previous.get(&packet.client).is_some_and(|previous| {
+            let recent = self.now - previous.moved_at < PREVIOUS_MEMORY || !self.verdict(home.0).usable;
+            (previous.backend_id, previous.backend_address) == home && recent
+        });
+        if from_there && !new && memory.is_none() {
+            return false;
+        }
         memory.is_some() || !bound || misled || (new && !self.verdict(home.0).usable)
     }
 

@@ -235,7 +235,7 @@ impl Sim {
 
     /// Something may happen on the other CPU while the guard looks at `packet`.
     pub(crate) fn meanwhile(&mut self, cpu: usize, packet: &mut Packet) {
-        if !self.settings.interleave || packet.disturbed || self.mischief.u32(..96) != 0 {
+        if !self.settings.interleave || packet.disturbed || self.mischief.u32(..32) != 0 {
             return;
         }
         let other = 1 - cpu;
