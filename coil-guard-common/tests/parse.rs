@@ -11,6 +11,8 @@ use coil_guard_common::{
     packet::{FouPacket, Outer, parse},
 };
 
+use proptest::prelude::*;
+
 use crate::{
     build::{
         CLIENT4, CLIENT6, DESTINATION, Extension, HOP_BY_HOP, ICMP, ICMPV6, MORE, OUTSIDE4, OUTSIDE6,
@@ -312,5 +314,29 @@ fn fragments_of_other_datagrams_do_not_match() {
     assert_eq!(one, piece(1, CLIENT4, UDP));
     for other in [piece(2, CLIENT4, UDP), piece(1, [10, 0, 0, 2], UDP), piece(1, CLIENT4, TCP)] {
         assert_ne!(one, other);
+    }
+}
+
+proptest! {
+    #[test]
+    fn any_addresses_ports_options_and_headers_are_read_back(
+        client: [u8; 4], service: [u8; 4], client6: [u8; 16], service6: [u8; 16],
+        port: u16, inner_ports: (u16, u16), flags: u8, words in 0..10usize, units in prop::collection::vec(0..4u8, 0..4)
+    ) {
+        let inner = v4(TCP, &tcp(inner_ports.0, inner_ports.1, flags));
+        let frame4 = ethernet(0x0800, &ipv4(client, service, UDP, MORE, &vec![1; 4 * words], &udp(port, 5555, &inner)));
+        let headers: Vec<_> = units.iter().map(|units| Extension::Options(DESTINATION, *units)).collect();
+        let (next, payload) = extensions(&headers, UDP, &udp(port, 5555, &inner));
+        let frame6 = ethernet(0x86dd, &ipv6(client6, service6, next, &payload));
+        let Ok(FouPacket::V4(outer4)) = outer(&frame4) else { panic!("{frame4:?}") };
+        let Ok(FouPacket::V6(outer6)) = outer(&frame6) else { panic!("{frame6:?}") };
+        prop_assert_eq!((outer4.source, outer4.destination, outer4.source_port), (client, service, port.to_be_bytes()));
+        prop_assert_eq!((outer6.source, outer6.destination, outer6.source_port), (client6, service6, port.to_be_bytes()));
+        for (frame, offset) in [(&frame4, outer4.inner()), (&frame6, outer6.inner())] {
+            let (key, ..) = inner_flow(frame, offset);
+            prop_assert_eq!((key.source, key.destination, key.protocol), (FROM4, TO4, TCP));
+            prop_assert_eq!(key.source_port, inner_ports.0.to_be_bytes());
+            prop_assert_eq!(key.destination_port, inner_ports.1.to_be_bytes());
+        }
     }
 }

@@ -5,7 +5,9 @@
 use coil_guard_common::{
     abi::{BackendMark, FLOW_DRAINED, FLOW_ENDED, FOR_EVER, InnerFlow, Previous, mode},
     counters::Reason,
-    decide::{Backend, DrainChange, Entry, Master, State, World, decide, drain_port, is_reserved_port},
+    decide::{
+        Backend, DrainChange, Entry, MAX_SLOTS, Master, State, World, decide, drain_port, is_reserved_port,
+    },
     inner::FlowPacket,
 };
 
@@ -23,6 +25,8 @@ struct Bytes<'a> {
     port: [u8; 2],
     flow_packet: FlowPacket,
     fresh: u64,
+    /// A slot that was asked for was missing.
+    missing: bool,
 }
 
 impl Bytes<'_> {
@@ -92,6 +96,7 @@ impl World for Bytes<'_> {
     }
     fn slot(&mut self, slot: u16) -> Option<u32> {
         assert_ne!(slot, 0, "the master is no slot");
+        self.missing |= self.bytes.first().is_none_or(|byte| byte & 7 == 0);
         (self.call() & 7 != 0).then(|| self.id())
     }
     fn backend(&mut self, _: u32) -> Option<Backend> {
@@ -188,8 +193,15 @@ impl World for Bytes<'_> {
 
 /// One or more packets, one after the other over the same state.
 pub(crate) fn packets(bytes: &[u8]) {
-    let mut world =
-        Bytes { bytes, calls: 0, mode: 0, port: [0; 2], flow_packet: FlowPacket::Stateless, fresh: 0 };
+    let mut world = Bytes {
+        bytes,
+        calls: 0,
+        mode: 0,
+        port: [0; 2],
+        flow_packet: FlowPacket::Stateless,
+        fresh: 0,
+        missing: false,
+    };
     let mut state = State::new();
     while !world.bytes.is_empty() {
         let (what, mode) = (world.next(), world.next() % 6);
@@ -205,7 +217,14 @@ pub(crate) fn packets(bytes: &[u8]) {
                 [usize::from(what >> 4 & 3)];
         let count = [0, 1, 3, u16::MAX][usize::from(what >> 6)];
         state.master = Master { rev_nat_index: REV_NAT, count, affinity: what & 0x20 != 0 };
+        world.missing = false;
         decide(&mut world, &mut state, mode);
+        if state.outcome.reason == Reason::LeftToCilium {
+            assert!(
+                count <= MAX_SLOTS && !world.missing,
+                "left to Cilium though not every slot is known to be usable"
+            );
+        }
         check(&state, mode);
     }
 }
