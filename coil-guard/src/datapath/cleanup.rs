@@ -5,9 +5,10 @@ use std::{collections::BTreeSet, fs, io::ErrorKind};
 use super::{
     DatapathError, Options,
     attach::{clsact_program, detach_clsact, detach_tcx},
-    layout::{Layout, file_error, lock_existing, open_own, remove_tree},
+    layout::{Layout, file_error, lock_existing, remove_tree},
     namespaces::{Namespaces, within_each},
     netlink::Netlink,
+    own_maps::open_own,
     pods::Attacher,
     records::{PODS, Pods},
 };

@@ -12,7 +12,8 @@ use zerocopy::FromBytes as _;
 
 use super::{
     DatapathError, FlowEvent,
-    layout::{Layout, file_error, open_own},
+    layout::{Layout, file_error},
+    own_maps::open_own,
     records::typed,
 };
 

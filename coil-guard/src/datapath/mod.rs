@@ -26,6 +26,7 @@ mod mailbox;
 mod namespaces;
 mod netlink;
 mod options;
+mod own_maps;
 mod pods;
 mod program;
 mod records;

@@ -268,7 +268,7 @@ pub(crate) fn ports_overlap() -> bool {
 }
 
 fn range_overlaps(text: &str) -> bool {
-    /// First drain port; `rewrite` uses the rest up to 65535.
+    /// First drain port.
     const FIRST: u32 = 61000;
     text.split_whitespace().nth(1).and_then(|last| last.parse().ok()).is_some_and(|last: u32| last >= FIRST)
 }

@@ -1,11 +1,6 @@
 //! Attaching one pod, and everything else that is done to one.
 
-use std::{
-    collections::BTreeSet,
-    net::IpAddr,
-    path::{Path, PathBuf},
-    time::Duration,
-};
+use std::{collections::BTreeSet, net::IpAddr, path::PathBuf, time::Duration};
 
 use super::{
     AttachKind, Attachment, DatapathError, How, Options,
@@ -15,7 +10,7 @@ use super::{
     },
     layout::Layout,
     namespaces::{Found, NamespaceError, Namespaces, ports_overlap, within},
-    program::{self, Binding},
+    program::{self, Binding, Instance},
     records::{Attached, Pods, is_valid_uid, pod_config},
     sys,
 };
@@ -26,6 +21,8 @@ use crate::{clock::Monotonic, plan::ClientPod};
 pub(crate) enum PodError {
     #[error("the pod's UID {0:?} cannot be the name of a pin")]
     Uid(String),
+    #[error("things have changed meanwhile; tried again at once")]
+    Again,
     #[error("the pod has no address yet")]
     NoAddress,
     #[error(transparent)]
@@ -67,6 +64,37 @@ pub(crate) fn used_addresses(addresses: &BTreeSet<IpAddr>) -> Vec<IpAddr> {
         .collect()
 }
 
+/// What is known before the program is loaded.
+#[derive(Debug)]
+pub(crate) struct Prepared {
+    attached: Attached,
+    interface: String,
+    place: Place,
+}
+
+#[derive(Debug)]
+enum Place {
+    /// The pinned link, whose program is replaced.
+    Link,
+    /// The interface in this namespace.
+    Interface(Found),
+}
+
+impl Prepared {
+    /// Loads the instance. It takes most of the time, needs nothing else of the agent's, and can be done for several pods at
+    /// once.
+    pub(crate) fn load(
+        &self,
+        uid: &str,
+        options: &Options,
+        layout: &Layout,
+        binding: &Binding,
+    ) -> Result<Instance, DatapathError> {
+        let config = pod_config(uid, &self.attached, options.fou_port, options.unmarked_drain);
+        program::load(layout, binding, &config)
+    }
+}
+
 /// Outcome of an attempt.
 #[derive(Debug)]
 pub(crate) struct Done {
@@ -85,15 +113,20 @@ impl Attacher<'_> {
         }
     }
 
-    /// Attaches the pod, or replaces the program where it is attached. `taken` says which namespaces belong to other pods.
-    pub(crate) fn attach(
+    /// An attachment made before stays of its kind unless the flags ask for the other one.
+    fn keeps_kind(&self, known: &Attached) -> bool {
+        self.options.attach == AttachKind::Auto || self.kind() == known.attachment
+    }
+
+    /// Finds out where and with which constants the pod's program is to be attached, or replaced where it is. `taken` says
+    /// which namespaces belong to other pods.
+    pub(crate) fn prepare(
         &mut self,
         uid: &str,
         pod: &ClientPod,
         known: Option<&Attached>,
-        binding: &Binding,
         taken: impl Fn(u64) -> bool,
-    ) -> Result<Done, PodError> {
+    ) -> Result<Prepared, PodError> {
         if !is_valid_uid(uid) {
             return Err(PodError::Uid(uid.to_owned()));
         }
@@ -102,54 +135,29 @@ impl Attacher<'_> {
             return Err(PodError::NoAddress);
         }
         let pin = self.layout.link(uid);
-        if let Some(known) =
-            known.filter(|known| known.attachment == Attachment::Tcx && self.keeps_kind(known))
-        {
-            let mut attached = Attached { addresses: addresses.clone(), ..known.clone() };
-            match self.replace_link(uid, &pin, &mut attached, binding) {
-                Ok(()) => {
-                    self.records.store(uid, &attached)?;
-                    return Ok(Done { attached, interface: String::new(), how: How::Replaced });
+        match known {
+            Some(known) if known.attachment == Attachment::Tcx && self.keeps_kind(known) => {
+                if link_is_alive(self.layout, uid)? {
+                    let attached = Attached { addresses, ..known.clone() };
+                    return Ok(Prepared { attached, interface: String::new(), place: Place::Link });
                 }
-                Err(PodError::Attach(AttachError::Dead)) => detach_tcx(&pin)?,
-                Err(error) => return Err(error),
-            }
-        } else {
-            // Left by an agent that died between pinning and recording; without a record there is nothing to tell of it.
-            if known.is_none() && pin.exists() {
                 detach_tcx(&pin)?;
             }
+            // Left by an agent that died between pinning and recording; without a record there is nothing to tell of it.
+            None if pin.exists() => detach_tcx(&pin)?,
+            _ => {}
         }
         let found = self.find(&pod.addresses, taken)?;
-        let done = self.attach_afresh(uid, pod, addresses, known, binding, &found);
-        if done.is_err() {
+        let kind = known
+            .filter(|known| self.keeps_kind(known))
+            .map_or_else(|| self.kind(), |known| known.attachment);
+        let inode = found.inode;
+        let prepared = prepare_interface(kind, pod, addresses, known, found);
+        if prepared.is_err() {
             // What was read of it earlier may be the reason: an interface made anew has another index.
-            self.namespaces.forget(found.inode);
+            self.namespaces.forget(inode);
         }
-        let done = done?;
-        if let Some(known) = known.filter(|known| known.attachment != done.attached.attachment) {
-            self.detach_program(uid, known)?;
-        }
-        Ok(done)
-    }
-
-    /// An attachment made before stays of its kind unless the flags ask for the other one.
-    fn keeps_kind(&self, known: &Attached) -> bool {
-        self.options.attach == AttachKind::Auto || self.kind() == known.attachment
-    }
-
-    fn replace_link(
-        &self,
-        uid: &str,
-        pin: &Path,
-        attached: &mut Attached,
-        binding: &Binding,
-    ) -> Result<(), PodError> {
-        let config = pod_config(uid, attached, self.options.fou_port, self.options.unmarked_drain);
-        let mut instance = program::load(self.layout, binding, &config)?;
-        replace_tcx(instance.program()?, pin)?;
-        attached.program_id = instance.id;
-        Ok(())
+        prepared
     }
 
     fn find(&mut self, addresses: &BTreeSet<IpAddr>, taken: impl Fn(u64) -> bool) -> Result<Found, PodError> {
@@ -162,84 +170,53 @@ impl Attacher<'_> {
         Ok(self.namespaces.find(addresses, taken)?)
     }
 
-    fn attach_afresh(
+    /// Attaches the loaded instance, or puts it in the place of the one that is attached.
+    pub(crate) fn finish(
         &mut self,
         uid: &str,
-        pod: &ClientPod,
-        addresses: Vec<IpAddr>,
         known: Option<&Attached>,
-        binding: &Binding,
-        found: &Found,
+        prepared: Prepared,
+        mut instance: Instance,
     ) -> Result<Done, PodError> {
-        let kind = known
-            .filter(|known| self.keeps_kind(known))
-            .map_or_else(|| self.kind(), |known| known.attachment);
-        let result = self.attach_as(kind, uid, pod, &addresses, known, binding, found);
-        match result {
-            Err(PodError::Attach(AttachError::NoTcx)) if self.options.attach == AttachKind::Auto => {
-                *self.no_tcx = true;
-                self.attach_as(Attachment::Clsact, uid, pod, &addresses, known, binding, found)
+        let Prepared { mut attached, interface, place } = prepared;
+        attached.program_id = instance.id;
+        let Place::Interface(found) = place else {
+            match replace_tcx(instance.program()?, &self.layout.link(uid)) {
+                // It died since it was looked at.
+                Err(AttachError::Dead) => return Err(PodError::Again),
+                result => result?,
             }
-            result => result,
+            self.records.store(uid, &attached)?;
+            return Ok(Done { attached, interface, how: How::Replaced });
+        };
+        // Recorded first: a filter without a record would be found by `cleanup` alone.
+        self.records.store(uid, &attached)?;
+        let how = if known.is_some() { How::Restored } else { How::Fresh };
+        let (pin, kind) = (self.layout.link(uid), attached.attachment);
+        let result = within(&found.path, found.inode, || match kind {
+            Attachment::Tcx => attach_tcx(instance.program()?, &interface, &pin).map(|()| how),
+            Attachment::Clsact => attach_clsact(instance.program()?, &interface, found.interface_index)
+                .map(|replaced| if replaced { How::Replaced } else { how }),
+        });
+        let how = match result {
+            Ok(Ok(how)) => how,
+            Ok(Err(AttachError::NoTcx)) if self.options.attach == AttachKind::Auto => {
+                *self.no_tcx = true;
+                return Err(PodError::Again);
+            }
+            Ok(Err(error)) => {
+                self.namespaces.forget(found.inode);
+                return Err(error.into());
+            }
+            Err(error) => {
+                self.namespaces.forget(found.inode);
+                return Err(error.into());
+            }
+        };
+        if let Some(known) = known.filter(|known| known.attachment != kind) {
+            self.detach_program(uid, known)?;
         }
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "one call site; a struct for it would only rename them")]
-    fn attach_as(
-        &mut self,
-        attachment: Attachment,
-        uid: &str,
-        pod: &ClientPod,
-        addresses: &[IpAddr],
-        known: Option<&Attached>,
-        binding: &Binding,
-        found: &Found,
-    ) -> Result<Done, PodError> {
-        let (layout, options) = (self.layout, self.options);
-        let records = &mut *self.records;
-        let index = found.interface_index;
-        let same = known.filter(|known| known.attachment == attachment && known.namespace == found.inode);
-        within(&found.path, found.inode, move || {
-            let interface = interface_name(index)?;
-            let now = Monotonic::now();
-            // A filter that is still there has been guarding all the time; a link that is made anew has not.
-            let unbroken = match same {
-                Some(known) if attachment == Attachment::Clsact => {
-                    clsact_program(index)?.map(|_| known.guarded_since)
-                }
-                _ => None,
-            };
-            let mut attached = Attached {
-                name: format!("{}/{}", pod.namespace, pod.name),
-                attachment,
-                namespace: found.inode,
-                interface_index: index,
-                program_id: 0,
-                guarded_since: unbroken.unwrap_or(now),
-                // Recorded before it is added, so that an agent that dies in between does not leave it.
-                qdisc_added: same.is_some_and(|known| known.qdisc_added)
-                    || (attachment == Attachment::Clsact && needs_qdisc(&interface, index)?),
-                ports_overlap: ports_overlap(),
-                addresses: addresses.to_vec(),
-            };
-            let config = pod_config(uid, &attached, options.fou_port, options.unmarked_drain);
-            let mut instance = program::load(layout, binding, &config)?;
-            attached.program_id = instance.id;
-            // Recorded first: a filter without a record would be found by `cleanup` alone.
-            records.store(uid, &attached)?;
-            let how = if known.is_some() { How::Restored } else { How::Fresh };
-            let how = match attachment {
-                Attachment::Tcx => {
-                    attach_tcx(instance.program()?, &interface, &layout.link(uid))?;
-                    how
-                }
-                Attachment::Clsact => {
-                    let replaced = attach_clsact(instance.program()?, &interface, index)?;
-                    if replaced { How::Replaced } else { how }
-                }
-            };
-            Ok(Done { attached, interface, how })
-        })?
+        Ok(Done { attached, interface, how })
     }
 
     /// Detaches the pod and forgets it.
@@ -274,6 +251,38 @@ impl Attacher<'_> {
         self.namespaces.scan()?;
         Ok(self.namespaces.by_inode(inode))
     }
+}
+
+fn prepare_interface(
+    attachment: Attachment,
+    pod: &ClientPod,
+    addresses: Vec<IpAddr>,
+    known: Option<&Attached>,
+    found: Found,
+) -> Result<Prepared, PodError> {
+    let index = found.interface_index;
+    let same = known.filter(|known| known.attachment == attachment && known.namespace == found.inode);
+    let (interface, overlap, filter, qdisc) = within(&found.path, found.inode, || {
+        let interface = interface_name(index)?;
+        let is_clsact = attachment == Attachment::Clsact;
+        let filter = is_clsact && clsact_program(index)?.is_some();
+        let qdisc = is_clsact && needs_qdisc(&interface, index)?;
+        Ok::<_, AttachError>((interface, ports_overlap(), filter, qdisc))
+    })??;
+    let attached = Attached {
+        name: format!("{}/{}", pod.namespace, pod.name),
+        attachment,
+        namespace: found.inode,
+        interface_index: index,
+        program_id: 0,
+        // A filter that is still there has been guarding all the time; a link that is made anew has not.
+        guarded_since: same.filter(|_| filter).map_or_else(Monotonic::now, |known| known.guarded_since),
+        // Recorded before it is added, so that an agent that dies in between does not leave it.
+        qdisc_added: qdisc || same.is_some_and(|known| known.qdisc_added),
+        ports_overlap: overlap,
+        addresses,
+    };
+    Ok(Prepared { attached, interface, place: Place::Interface(found) })
 }
 
 /// Whether a TCX attachment is still in place.

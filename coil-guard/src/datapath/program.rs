@@ -11,7 +11,8 @@ use coil_guard_common::abi::{self, maps};
 
 use super::{
     BoundMap, DatapathError,
-    layout::{Layout, create_stand_in, file_error, list, map_error, unpin},
+    layout::{Layout, file_error, list, unpin},
+    own_maps::{create_stand_in, map_error},
 };
 use crate::cilium::CiliumMaps;
 
@@ -203,7 +204,7 @@ mod tests {
     use super::*;
     use crate::{
         cilium::{SPECS4, SPECS6},
-        datapath::{Sizes, layout::own_maps},
+        datapath::{Sizes, own_maps::own_maps},
     };
 
     /// Relocation compares nothing: a map of the object that differs from what is pinned would be read past its end.

@@ -8,7 +8,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::{
     Attachment, DatapathError, PodSnapshot,
-    layout::map_error,
+    own_maps::map_error,
     report::{from_mapped, to_mapped},
 };
 use crate::{

@@ -100,8 +100,6 @@ pub enum FlowEventKind {
     WouldMove,
     /// Its drain port was taken by another draining backend.
     DrainPortCollision,
-    /// Rewrite gave up: affinity sends the flow back.
-    RewriteStuck,
 }
 
 /// An event of the program.
@@ -136,7 +134,6 @@ impl FlowEvent {
             abi::event::NO_LIVE => FlowEventKind::NoLive,
             abi::event::WOULD_MOVE => FlowEventKind::WouldMove,
             abi::event::DRAIN_PORT_COLLISION => FlowEventKind::DrainPortCollision,
-            abi::event::REWRITE_STUCK => FlowEventKind::RewriteStuck,
             _ => return None,
         };
         let backend = |address: [u8; 16], id: u32| (address != [0; 16]).then(|| (from_mapped(address), id));
@@ -177,7 +174,6 @@ pub(crate) fn mode_from_abi(mode: u8) -> Option<Mode> {
         abi::mode::AUDIT => Mode::Audit,
         abi::mode::RESET => Mode::Reset,
         abi::mode::DRAIN => Mode::Drain,
-        abi::mode::REWRITE => Mode::Rewrite,
         _ => return None,
     })
 }
@@ -187,6 +183,5 @@ pub(crate) fn mode_to_abi(mode: Mode) -> u8 {
         Mode::Audit => abi::mode::AUDIT,
         Mode::Reset => abi::mode::RESET,
         Mode::Drain => abi::mode::DRAIN,
-        Mode::Rewrite => abi::mode::REWRITE,
     }
 }

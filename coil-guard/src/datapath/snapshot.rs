@@ -11,7 +11,8 @@ use zerocopy::{FromZeros as _, IntoBytes as _};
 
 use super::{
     Attachment, BoundMap, DatapathError,
-    layout::{Layout, map_error, open_own},
+    layout::Layout,
+    own_maps::{map_error, open_own},
     program::Binding,
     records::{EGRESSES, Egresses, PODS, Pods, typed},
     report::from_mapped,
@@ -186,8 +187,7 @@ fn sum(mut total: EgressCounters, one: &EgressCounters) -> EgressCounters {
         would_move,
         would_drain,
         not_drained,
-        contended,
-        rewritten
+        contended
     );
     total
 }

@@ -12,7 +12,8 @@ use super::{
         HEARTBEAT_RENEWAL, HEARTBEAT_VALIDITY, MARK_RENEWAL, MarkKey, SERVICE_RENEWAL, mark_changes,
         same_service, service_entry, service_key,
     },
-    layout::{Layout, map_error, own_maps},
+    layout::Layout,
+    own_maps::{map_error, own_maps},
     records::{EGRESSES, Egresses, full_or, is_absent, typed},
     report::{from_mapped, mode_from_abi, to_mapped},
 };

@@ -1,6 +1,10 @@
 //! The thread that does everything slow: namespaces, loading, attaching, watching Cilium's maps.
 //!
-//! It sleeps until there is a new plan, a file appears among the namespaces, or one of its own times comes.
+//! [`attaching`] does what the plan wants, [`watching`] looks at what others can change, and this is the loop around them. It
+//! sleeps until there is a new plan, a file appears among the namespaces, or one of its own times comes.
+
+mod attaching;
+mod watching;
 
 use std::{
     collections::BTreeMap,
@@ -17,20 +21,17 @@ use nix::{
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::{
-    Attachment, DatapathError, How, Options, Progress, Report,
-    attach::clsact_program,
-    layout::{Layout, open_own, remove_tree},
+    Attachment, DatapathError, Options, Progress, Report,
+    layout::{Layout, remove_tree},
     mailbox::{Mailbox, Wanted},
-    namespaces::{Namespaces, within_each},
-    netlink::Netlink,
-    pods::{Attacher, PodError, link_is_alive, used_addresses},
+    namespaces::Namespaces,
+    own_maps::open_own,
     program::Binding,
     records::{Attached, PODS, Pods},
 };
 use crate::{
-    cilium::{CiliumError, CiliumMaps},
     clock::Monotonic,
-    plan::{ClientPod, PodUid, Want},
+    plan::{PodUid, Want},
 };
 
 /// How often the ids behind Cilium's pins are compared.
@@ -41,6 +42,9 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 const FIRST_RETRY: Duration = Duration::from_millis(50);
 /// A namespace's file appears before the namespace is mounted on it, and that before the pod has its address.
 const AFTER_NEW_FILE: Duration = Duration::from_millis(20);
+
+/// Programs loaded at the same time: each keeps a processor busy, and the node has other work.
+const MOST_AT_ONCE: usize = 4;
 
 /// What is known of a pod.
 #[derive(Debug, Default)]
@@ -214,228 +218,6 @@ impl Worker {
         }
         self.records = Some(records);
         Ok(true)
-    }
-
-    fn attacher<'a>(
-        options: &'a Options,
-        layout: &'a Layout,
-        namespaces: &'a mut Namespaces,
-        records: &'a mut Pods,
-        no_tcx: &'a mut bool,
-    ) -> Attacher<'a> {
-        Attacher { options, layout, namespaces, records, no_tcx }
-    }
-
-    fn detach_unwanted(&mut self, wanted: &Wanted) {
-        let unwanted: Vec<_> =
-            self.pods.keys().filter(|uid| !wanted.pods.contains_key(*uid)).cloned().collect();
-        for uid in unwanted {
-            if self.detach(&uid) {
-                self.pods.remove(&uid);
-            }
-        }
-    }
-
-    /// Detaches a pod if it is attached. `false` when that failed.
-    fn detach(&mut self, uid: &str) -> bool {
-        let (Some(pod), Some(records)) = (self.pods.get_mut(uid), &mut self.records) else { return true };
-        let Some(attached) = &pod.attached else { return true };
-        let result =
-            Self::attacher(&self.options, &self.layout, &mut self.namespaces, records, &mut self.no_tcx)
-                .detach(uid, attached);
-        match result {
-            Ok(()) => {
-                pod.attached = None;
-                pod.bound = 0;
-                self.report(Report::Detached { pod: uid.to_owned() });
-                true
-            }
-            Err(error) => {
-                let text = error.to_string();
-                if pod.last_error.as_ref() != Some(&text) {
-                    pod.last_error = Some(text.clone());
-                    self.report(Report::DetachFailed { pod: uid.to_owned(), error: text });
-                }
-                false
-            }
-        }
-    }
-
-    /// Attaches what is due. `false` when it stopped for a newer plan.
-    fn attach_wanted(&mut self, version: u64, wanted: &Wanted) -> bool {
-        for (uid, client) in &wanted.pods {
-            if self.mailbox.is_newer(version) {
-                return false;
-            }
-            if self.is_due(uid, client) {
-                self.attach(uid, client);
-            }
-        }
-        true
-    }
-
-    fn is_due(&self, uid: &str, client: &ClientPod) -> bool {
-        let (Bound::Yes, Some(binding)) = (&self.bound, &self.binding) else { return false };
-        let Some(pod) = self.pods.get(uid) else { return client.want == Want::Attached };
-        if pod.retry_at.is_some_and(|time| time > Instant::now()) {
-            return false;
-        }
-        match &pod.attached {
-            Some(attached) => {
-                pod.bound != binding.generation || attached.addresses != used_addresses(&client.addresses)
-            }
-            None => client.want == Want::Attached,
-        }
-    }
-
-    fn attach(&mut self, uid: &str, client: &ClientPod) {
-        let (Some(binding), Some(records)) = (&self.binding, &mut self.records) else { return };
-        let known = self.pods.get(uid).and_then(|pod| pod.attached.clone());
-        let pods = &self.pods;
-        let taken = |inode| {
-            pods.iter().any(|(other, pod)| {
-                other != uid && pod.attached.as_ref().is_some_and(|attached| attached.namespace == inode)
-            })
-        };
-        let result =
-            Self::attacher(&self.options, &self.layout, &mut self.namespaces, records, &mut self.no_tcx)
-                .attach(uid, client, known.as_ref(), binding, taken);
-        let generation = binding.generation;
-        let pod = self.pods.entry(uid.to_owned()).or_default();
-        match result {
-            Ok(done) => {
-                let how = if pod.lost { How::Restored } else { done.how };
-                let report = Report::Attached {
-                    pod: uid.to_owned(),
-                    interface: done.interface,
-                    attachment: done.attached.attachment,
-                    ports_overlap: done.attached.ports_overlap,
-                    how,
-                };
-                *pod = Pod { attached: Some(done.attached), bound: generation, ..Pod::default() };
-                self.report(report);
-            }
-            Err(error) => self.attach_failed(uid, &error),
-        }
-    }
-
-    fn attach_failed(&mut self, uid: &str, error: &PodError) {
-        let Some(pod) = self.pods.get_mut(uid) else { return };
-        let retry_in = (FIRST_RETRY * 2u32.saturating_pow(pod.attempts.min(10))).min(error.patience());
-        pod.attempts += 1;
-        pod.retry_at = Some(Instant::now() + retry_in);
-        let text = error.to_string();
-        // A pod that comes up takes a moment; only what lasts is worth a word, and once.
-        let lasts = !error.is_not_ready() || pod.attempts > 5;
-        if lasts && pod.last_error.as_ref() != Some(&text) {
-            pod.last_error = Some(text.clone());
-            self.report(Report::Failed { pod: uid.to_owned(), error: text, retry_in });
-        }
-    }
-
-    /// Compares the ids behind Cilium's pins with what the programs are bound to.
-    fn bind(&mut self) -> Result<(), DatapathError> {
-        let maps = match CiliumMaps::open(&self.options.cilium_directory) {
-            Ok(maps) => maps,
-            Err(error) => {
-                self.unbind(error);
-                return Ok(());
-            }
-        };
-        let current = self.binding.as_ref().is_some_and(|binding| binding.ids == maps.ids());
-        if !current {
-            self.generation += 1;
-            self.binding = None;
-            self.binding = Some(Binding::make(&self.layout, &maps, self.generation)?);
-        }
-        if let Some(binding) = &self.binding
-            && (!current || self.bound != Bound::Yes)
-        {
-            self.report(Report::Bound(binding.maps.clone()));
-        }
-        self.bound = Bound::Yes;
-        Ok(())
-    }
-
-    fn unbind(&mut self, error: CiliumError) {
-        if !error.is_missing() {
-            // Programs that read maps of another layout could do harm; of maps that are gone they do nothing.
-            let attached: Vec<_> = self.pods.keys().cloned().collect();
-            for uid in attached {
-                self.detach(&uid);
-            }
-            self.binding = None;
-        }
-        let text = error.to_string();
-        if self.bound != Bound::No(text.clone()) {
-            self.bound = Bound::No(text);
-            self.report(Report::Unbound(error));
-        }
-    }
-
-    /// Looks whether attachments are still there, and whether pods that need them only for their tunnels still have one.
-    fn check(&mut self, wanted: &Wanted) {
-        let mut lost = Vec::new();
-        let mut inside = Vec::new();
-        for (uid, pod) in &self.pods {
-            let Some(attached) = &pod.attached else { continue };
-            if attached.attachment == Attachment::Tcx {
-                match link_is_alive(&self.layout, uid) {
-                    Ok(true) => {}
-                    Ok(false) => lost.push(uid.clone()),
-                    Err(error) => self.warn(error.to_string()),
-                }
-            }
-            let tunnelled = wanted.pods.get(uid).is_some_and(|client| client.want == Want::WhileTunnelled);
-            if tunnelled || attached.attachment == Attachment::Clsact {
-                inside.push((uid.clone(), attached.namespace, attached.interface_index, attached.attachment));
-            }
-        }
-        let mut unneeded = Vec::new();
-        if !inside.is_empty() {
-            if let Err(error) = self.namespaces.scan() {
-                self.warn(error.to_string());
-                return;
-            }
-            let paths = inside
-                .into_iter()
-                .filter_map(|pod| self.namespaces.by_inode(pod.1).map(|path| (pod, path)))
-                .collect();
-            let seen = within_each(paths, |(_, _, index, attachment)| {
-                let filter = *attachment != Attachment::Clsact || !matches!(clsact_program(*index), Ok(None));
-                let remotes = Netlink::open().and_then(|mut netlink| netlink.tunnel_remotes());
-                (filter, remotes)
-            });
-            for ((uid, ..), (filter, remotes)) in seen {
-                if !filter {
-                    lost.push(uid.clone());
-                }
-                let tunnelled = remotes.map_or(true, |remotes| !remotes.is_disjoint(&wanted.services));
-                if !tunnelled
-                    && wanted.pods.get(&uid).is_some_and(|client| client.want == Want::WhileTunnelled)
-                {
-                    unneeded.push(uid);
-                }
-            }
-        }
-        for uid in unneeded {
-            self.detach(&uid);
-        }
-        for uid in lost {
-            self.lose(&uid);
-        }
-    }
-
-    /// Clears away what is left of an attachment that somebody removed; it is made anew at once.
-    fn lose(&mut self, uid: &str) {
-        let Some(pod) = self.pods.get_mut(uid) else { return };
-        let Some(attached) = pod.attached.take() else { return };
-        *pod = Pod { lost: true, ..Pod::default() };
-        if attached.attachment == Attachment::Tcx
-            && let Err(error) = super::layout::unpin(&self.layout.link(uid))
-        {
-            self.warn(error.to_string());
-        }
     }
 
     /// Removes the maps and the directory of this layout, unless an Egress is guarded again by now.

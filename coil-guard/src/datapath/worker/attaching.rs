@@ -1,0 +1,163 @@
+//! Attaching and detaching what the plan wants.
+
+use std::{collections::BTreeSet, num::NonZero, thread, time::Instant};
+
+use super::{Bound, FIRST_RETRY, MOST_AT_ONCE, Pod, Worker};
+use crate::{
+    datapath::{
+        How, Report,
+        mailbox::Wanted,
+        pods::{Attacher, Done, PodError, Prepared, used_addresses},
+        records::Attached,
+    },
+    plan::{ClientPod, PodUid, Want},
+};
+
+impl Worker {
+    fn attacher(&mut self) -> Option<Attacher<'_>> {
+        Some(Attacher {
+            options: &self.options,
+            layout: &self.layout,
+            namespaces: &mut self.namespaces,
+            records: self.records.as_mut()?,
+            no_tcx: &mut self.no_tcx,
+        })
+    }
+
+    pub(super) fn detach_unwanted(&mut self, wanted: &Wanted) {
+        let unwanted: Vec<_> =
+            self.pods.keys().filter(|uid| !wanted.pods.contains_key(*uid)).cloned().collect();
+        for uid in unwanted {
+            if self.detach(&uid) {
+                self.pods.remove(&uid);
+            }
+        }
+    }
+
+    /// Detaches a pod if it is attached. `false` when that failed.
+    pub(super) fn detach(&mut self, uid: &str) -> bool {
+        let Some(attached) = self.known(uid) else { return true };
+        let Some(mut attacher) = self.attacher() else { return true };
+        let result = attacher.detach(uid, &attached);
+        let Some(pod) = self.pods.get_mut(uid) else { return true };
+        match result {
+            Ok(()) => {
+                pod.attached = None;
+                pod.bound = 0;
+                self.report(Report::Detached { pod: uid.to_owned() });
+                true
+            }
+            Err(error) => {
+                let text = error.to_string();
+                if pod.last_error.as_ref() != Some(&text) {
+                    pod.last_error = Some(text.clone());
+                    self.report(Report::DetachFailed { pod: uid.to_owned(), error: text });
+                }
+                false
+            }
+        }
+    }
+
+    /// Attaches what is due, some at a time. `false` when it stopped for a newer plan.
+    pub(super) fn attach_wanted(&mut self, version: u64, wanted: &Wanted) -> bool {
+        let at_once = thread::available_parallelism().map_or(1, NonZero::get).min(MOST_AT_ONCE);
+        let due: Vec<_> = wanted.pods.iter().filter(|(uid, client)| self.is_due(uid, client)).collect();
+        for pods in due.chunks(at_once) {
+            if self.mailbox.is_newer(version) {
+                return false;
+            }
+            self.attach(pods);
+            self.mailbox.set_progress(version, self.progress(wanted));
+        }
+        true
+    }
+
+    fn is_due(&self, uid: &str, client: &ClientPod) -> bool {
+        let (Bound::Yes, Some(binding)) = (&self.bound, &self.binding) else { return false };
+        let Some(pod) = self.pods.get(uid) else { return client.want == Want::Attached };
+        if pod.retry_at.is_some_and(|time| time > Instant::now()) {
+            return false;
+        }
+        match &pod.attached {
+            Some(attached) => {
+                pod.bound != binding.generation || attached.addresses != used_addresses(&client.addresses)
+            }
+            None => client.want == Want::Attached,
+        }
+    }
+
+    /// Attaches these pods. Their programs are loaded at the same time: the kernel's verifier takes far longer than the rest.
+    fn attach(&mut self, pods: &[(&PodUid, &ClientPod)]) {
+        let prepared: Vec<_> =
+            pods.iter().filter_map(|(uid, client)| Some((*uid, self.prepare(uid, client)?))).collect();
+        let Some(binding) = &self.binding else { return };
+        let (options, layout, generation) = (&self.options, &self.layout, binding.generation);
+        let loaded: Vec<_> = thread::scope(|scope| {
+            let loading: Vec<_> = prepared
+                .iter()
+                .map(|(uid, prepared)| scope.spawn(move || prepared.load(uid, options, layout, binding)))
+                .collect();
+            loading.into_iter().map(|thread| thread.join().expect("loading does not panic")).collect()
+        });
+        for ((uid, prepared), instance) in prepared.into_iter().zip(loaded) {
+            let known = self.known(uid);
+            let Some(mut attacher) = self.attacher() else { return };
+            let done = instance
+                .map_err(PodError::from)
+                .and_then(|instance| attacher.finish(uid, known.as_ref(), prepared, instance));
+            match done {
+                Ok(done) => self.attached(uid, done, generation),
+                Err(error) => self.attach_failed(uid, &error),
+            }
+        }
+    }
+
+    fn prepare(&mut self, uid: &PodUid, client: &ClientPod) -> Option<Prepared> {
+        let known = self.known(uid);
+        let taken: BTreeSet<_> = self
+            .pods
+            .iter()
+            .filter(|(other, _)| *other != uid)
+            .filter_map(|(_, pod)| pod.attached.as_ref().map(|attached| attached.namespace))
+            .collect();
+        let result = self.attacher()?.prepare(uid, client, known.as_ref(), |inode| taken.contains(&inode));
+        self.pods.entry(uid.clone()).or_default();
+        result.map_err(|error| self.attach_failed(uid, &error)).ok()
+    }
+
+    fn known(&self, uid: &str) -> Option<Attached> {
+        self.pods.get(uid).and_then(|pod| pod.attached.clone())
+    }
+
+    fn attached(&mut self, uid: &str, done: Done, generation: u64) {
+        let Some(pod) = self.pods.get_mut(uid) else { return };
+        let how = if pod.lost { How::Restored } else { done.how };
+        let report = Report::Attached {
+            pod: uid.to_owned(),
+            interface: done.interface,
+            attachment: done.attached.attachment,
+            ports_overlap: done.attached.ports_overlap,
+            how,
+        };
+        *pod = Pod { attached: Some(done.attached), bound: generation, ..Pod::default() };
+        self.report(report);
+    }
+
+    fn attach_failed(&mut self, uid: &str, error: &PodError) {
+        let Some(pod) = self.pods.get_mut(uid) else { return };
+        if matches!(error, PodError::Again) {
+            pod.retry_at = Some(Instant::now());
+            return;
+        }
+        let retry_in = (FIRST_RETRY * 2u32.saturating_pow(pod.attempts.min(10))).min(error.patience());
+        pod.attempts += 1;
+        pod.retry_at = Some(Instant::now() + retry_in);
+        let text = error.to_string();
+        // A pod that comes up takes a moment; only what lasts is worth a word, and once.
+        let lasts = !error.is_not_ready() || pod.attempts > 5;
+        if lasts && pod.last_error.as_ref() != Some(&text) {
+            pod.last_error = Some(text.clone());
+            self.report(Report::Failed { pod: uid.to_owned(), error: text, retry_in });
+        }
+    }
+}

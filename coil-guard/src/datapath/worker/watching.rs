@@ -1,0 +1,118 @@
+//! Looking at what others can change: Cilium's maps, and the attachments in the pods' namespaces.
+
+use super::{Bound, Pod, Worker};
+use crate::{
+    cilium::{CiliumError, CiliumMaps},
+    datapath::{
+        Attachment, DatapathError, Report, attach::clsact_program, layout::unpin, mailbox::Wanted,
+        namespaces::within_each, netlink::Netlink, pods::link_is_alive, program::Binding,
+    },
+    plan::Want,
+};
+
+impl Worker {
+    /// Compares the ids behind Cilium's pins with what the programs are bound to.
+    pub(super) fn bind(&mut self) -> Result<(), DatapathError> {
+        let maps = match CiliumMaps::open(&self.options.cilium_directory) {
+            Ok(maps) => maps,
+            Err(error) => {
+                self.unbind(error);
+                return Ok(());
+            }
+        };
+        let current = self.binding.as_ref().is_some_and(|binding| binding.ids == maps.ids());
+        if !current {
+            self.generation += 1;
+            self.binding = None;
+            self.binding = Some(Binding::make(&self.layout, &maps, self.generation)?);
+        }
+        if let Some(binding) = &self.binding
+            && (!current || self.bound != Bound::Yes)
+        {
+            self.report(Report::Bound(binding.maps.clone()));
+        }
+        self.bound = Bound::Yes;
+        Ok(())
+    }
+
+    fn unbind(&mut self, error: CiliumError) {
+        if !error.is_missing() {
+            // Programs that read maps of another layout could do harm; of maps that are gone they do nothing.
+            let attached: Vec<_> = self.pods.keys().cloned().collect();
+            for uid in attached {
+                self.detach(&uid);
+            }
+            self.binding = None;
+        }
+        let text = error.to_string();
+        if self.bound != Bound::No(text.clone()) {
+            self.bound = Bound::No(text);
+            self.report(Report::Unbound(error));
+        }
+    }
+
+    /// Looks whether attachments are still there, and whether pods that need them only for their tunnels still have one.
+    pub(super) fn check(&mut self, wanted: &Wanted) {
+        let mut lost = Vec::new();
+        let mut inside = Vec::new();
+        for (uid, pod) in &self.pods {
+            let Some(attached) = &pod.attached else { continue };
+            if attached.attachment == Attachment::Tcx {
+                match link_is_alive(&self.layout, uid) {
+                    Ok(true) => {}
+                    Ok(false) => lost.push(uid.clone()),
+                    Err(error) => self.warn(error.to_string()),
+                }
+            }
+            let tunnelled = wanted.pods.get(uid).is_some_and(|client| client.want == Want::WhileTunnelled);
+            if tunnelled || attached.attachment == Attachment::Clsact {
+                inside.push((uid.clone(), attached.namespace, attached.interface_index, attached.attachment));
+            }
+        }
+        let mut unneeded = Vec::new();
+        if !inside.is_empty() {
+            if let Err(error) = self.namespaces.scan() {
+                self.warn(error.to_string());
+                return;
+            }
+            let paths = inside
+                .into_iter()
+                .filter_map(|pod| self.namespaces.by_inode(pod.1).map(|path| (pod, path)))
+                .collect();
+            let seen = within_each(paths, |(_, _, index, attachment)| {
+                let filter = *attachment != Attachment::Clsact || !matches!(clsact_program(*index), Ok(None));
+                let remotes = Netlink::open().and_then(|mut netlink| netlink.tunnel_remotes());
+                (filter, remotes)
+            });
+            for ((uid, ..), (filter, remotes)) in seen {
+                if !filter {
+                    lost.push(uid.clone());
+                }
+                let tunnelled = remotes.map_or(true, |remotes| !remotes.is_disjoint(&wanted.services));
+                if !tunnelled
+                    && wanted.pods.get(&uid).is_some_and(|client| client.want == Want::WhileTunnelled)
+                {
+                    unneeded.push(uid);
+                }
+            }
+        }
+        for uid in unneeded {
+            self.detach(&uid);
+        }
+        for uid in lost {
+            self.lose(&uid);
+        }
+    }
+
+    /// Clears away what is left of an attachment that somebody removed; it is made anew at once.
+    fn lose(&mut self, uid: &str) {
+        let Some(pod) = self.pods.get_mut(uid) else { return };
+        let Some(attached) = pod.attached.take() else { return };
+        *pod = Pod { lost: true, ..Pod::default() };
+        if attached.attachment == Attachment::Tcx
+            && let Err(error) = unpin(&self.layout.link(uid))
+        {
+            self.warn(error.to_string());
+        }
+    }
+}
