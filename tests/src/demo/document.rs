@@ -112,6 +112,8 @@ pub struct Connections {
     pub new_after_mark: u64,
     /// Of these, the ones on the leaving backend: they were opened in its first moments.
     pub new_joined_leaving: u64,
+    /// When the last of these was opened, after the mark.
+    pub new_last_joined_after_ms: Option<f64>,
     /// When the first packet of a new connection arrived elsewhere, after the mark.
     pub new_moved_after_ms: Option<f64>,
     /// Connections whose packets arrived at more than one backend.

@@ -4,6 +4,7 @@ use std::{net::IpAddr, time::Duration};
 
 use anyhow::Result;
 use coil_guard_common::{abi::mark, decide::SETTLE};
+use nix::time::{ClockId, clock_getres};
 
 use super::{
     BIN, Options, Screen,
@@ -182,13 +183,7 @@ fn act(story: &Story<'_>, seen: &Seen<'_>, played: &Played, names: &[String]) ->
         Check::new(
             "new connections move at once",
             found.new_moved_after_ms.is_some() && late_joiners(seen, played) == 0,
-            format!(
-                "first one elsewhere {} ms after the mark; {} of {} opened after it joined {leaving}, within {} ms",
-                found.new_moved_after_ms.map_or_else(|| "never".to_owned(), |took| took.to_string()),
-                found.new_joined_leaving,
-                found.new_after_mark,
-                milliseconds(SETTLE),
-            ),
+            describe_new(&found),
         ),
         Check::new("no connection is on two pods", found.torn == 0, format!("{} torn", found.torn)),
         Check::new(
@@ -227,6 +222,7 @@ fn connections(story: &Story<'_>, seen: &Seen<'_>, played: &Played, names: &[Str
     let opened_after: Vec<_> = opened(seen.new).filter(|(sent, _)| *sent >= begun).collect();
     let elsewhere = seen.new.arrivals[seen.new.sent_between(begun, u64::MAX)].iter().flatten();
     let first = elsewhere.filter(|arrival| arrival.backend != backend).map(|arrival| arrival.at).min();
+    let joined = || opened_after.iter().filter(|(_, at)| *at == Some(backend));
     Connections {
         leaving: names[backend].clone(),
         old_sent_after_mark: after.len() as u64,
@@ -234,9 +230,23 @@ fn connections(story: &Story<'_>, seen: &Seen<'_>, played: &Played, names: &[Str
         old_source_ports: ports,
         old_ended_at_ms: fin.map(|arrival| milliseconds(arrival.at - story.start)),
         new_after_mark: opened_after.len() as u64,
-        new_joined_leaving: opened_after.iter().filter(|(_, at)| *at == Some(backend)).count() as u64,
+        new_joined_leaving: joined().count() as u64,
+        new_last_joined_after_ms: joined().map(|(sent, _)| milliseconds(sent - begun)).next_back(),
         new_moved_after_ms: first.map(|at| milliseconds(at.saturating_sub(begun))),
         torn: torn(seen.new, SEGMENTS.len()) + torn(seen.old, seen.old.sent.len().max(1)),
+    }
+}
+
+fn describe_new(found: &Connections) -> String {
+    let leaving = &found.leaving;
+    let first = match found.new_moved_after_ms {
+        Some(took) => format!("the first is elsewhere {took} ms after the mark"),
+        None => "none is elsewhere".to_owned(),
+    };
+    let joined = format!("{} of {} joined {leaving}", found.new_joined_leaving, found.new_after_mark);
+    match found.new_last_joined_after_ms {
+        Some(last) => format!("{first}; {joined}, the last {last} ms after the mark"),
+        None => format!("{first}; {joined}"),
     }
 }
 
@@ -247,9 +257,14 @@ fn opened(new: &Packets) -> impl Iterator<Item = (u64, Option<usize>)> {
 
 /// Connections that joined the leaving backend later than the rule allows.
 fn late_joiners(seen: &Seen<'_>, played: &Played) -> u64 {
-    let limit = played.marked.done.max(played.seen_by_agent) + SETTLE;
+    let limit = played.marked.done.max(played.seen_by_agent) + SETTLE + tick();
     let late = opened(seen.new).filter(|(sent, at)| *sent > limit && *at == Some(played.marked.backend));
     late.count() as u64
+}
+
+/// By how much the program's clock may be behind: it reads the coarse one.
+fn tick() -> u64 {
+    clock_getres(ClockId::CLOCK_MONOTONIC_COARSE).map_or(0, |tick| Duration::from(tick).as_nanos() as u64)
 }
 
 /// Connections of `length` packets each that were seen at more than one backend.
