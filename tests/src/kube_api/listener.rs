@@ -120,7 +120,9 @@ impl Drop for Listener {
 
 /// In a fresh network namespace the loopback interface is down, and 127.0.0.1 is nobody's.
 fn loopback_up() -> anyhow::Result<()> {
-    if std::net::UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).is_ok() {
+    // Binding works all the same; a route is what is missing.
+    let probe = std::net::UdpSocket::bind((Ipv4Addr::LOCALHOST, 0))?;
+    if probe.connect((Ipv4Addr::LOCALHOST, 9)).is_ok() {
         return Ok(());
     }
     // On a thread of its own: the caller may be in a runtime, and the helper brings its own.

@@ -50,7 +50,8 @@ impl<K: Clone + Debug + DeserializeOwned + kube::Resource<DynamicType = ()> + Se
 
     pub(crate) async fn start_with(api: &KubeApi, params: &WatchParams, revision: &str) -> Self {
         let all: Api<K> = Api::all(client(api).await);
-        let stream = all.watch(params, revision).await.expect("a watch").boxed();
+        let stream = tokio::time::timeout(PATIENCE, all.watch(params, revision)).await;
+        let stream = stream.expect("no answer to a watch").expect("a watch").boxed();
         Self { stream, api: api.clone() }
     }
 

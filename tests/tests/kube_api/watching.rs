@@ -67,8 +67,10 @@ impl Watched {
     /// Reads on until this text comes; panics with what came when it does not.
     async fn until(&mut self, text: &str) -> Vec<String> {
         let mut since = Vec::new();
+        // For all of them together: a watcher that only fails, tells so for ever.
+        let deadline = tokio::time::Instant::now() + PATIENCE;
         loop {
-            let Ok(next) = tokio::time::timeout(PATIENCE, self.events.next()).await else {
+            let Ok(next) = tokio::time::timeout_at(deadline, self.events.next()).await else {
                 panic!("waited for {text:?}, saw {:?} and then {since:?}", self.seen);
             };
             let next = next.expect("a watcher does not end");

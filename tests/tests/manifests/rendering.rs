@@ -106,7 +106,11 @@ fn kubectl_renders_the_same() -> Result<()> {
             objects
         };
         let (theirs, ours) = (sorted(documents(file.path())?), sorted(render(&directory)?));
-        ensure!(theirs == ours, "{path}:\nkubectl: {theirs:#?}\nhere: {ours:#?}");
+        let names = |objects: &[Value]| objects.iter().map(name).collect::<Vec<_>>();
+        ensure!(names(&theirs) == names(&ours), "{path}: {:?} and {:?}", names(&theirs), names(&ours));
+        for (theirs, ours) in theirs.iter().zip(&ours) {
+            ensure!(theirs == ours, "{path}:\nkubectl: {theirs:#}\nhere: {ours:#}");
+        }
     }
     Ok(())
 }
