@@ -55,6 +55,17 @@ fn show(command: &Command) -> String {
 pub(crate) fn cargo() -> Command {
     let mut command = Command::new("cargo");
     command.current_dir(workspace());
+    // What `cargo run` tells this program about its own package. Build scripts that look at the same names would run
+    // again, with all that depends on them, whenever builds from here and from a shell alternate.
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_", "CARGO_CRATE_"]
+            .iter()
+            .any(|prefix| text.starts_with(prefix))
+        {
+            command.env_remove(&name);
+        }
+    }
     command
 }
 

@@ -19,7 +19,7 @@ use std::{
 use anyhow::{Result, ensure};
 
 pub(crate) use self::{
-    build::{Built, Group, TestBinary, build},
+    build::{Built, Group, TestBinary, build, build_for_guests},
     outcome::{Outcome, Status, judge, report},
 };
 use crate::{machine, setup, vm};

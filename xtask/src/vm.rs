@@ -65,7 +65,7 @@ pub(crate) fn run_verb(options: &Options) -> Result<()> {
     if let Some(command) = &options.command {
         return run_command(&series, command);
     }
-    let built = test::build()?;
+    let built = test::build_for_guests()?;
     let binaries: Vec<&TestBinary> = built.binaries.iter().filter(|b| b.group == test::Group::Vm).collect();
     let wants = |name: &str| options.tests.is_empty() || options.tests.iter().any(|test| name.contains(test));
     let outcomes = run_on(&series, &built.agent, &binaries, wants)?;

@@ -96,9 +96,18 @@ struct Profile {
 
 /// Builds the agent and every test binary in one go, so that each dependency is compiled once.
 pub(crate) fn build() -> Result<Built> {
+    build_selected(&["--bins", "--tests"])
+}
+
+/// Builds the agent and what runs in guests.
+pub(crate) fn build_for_guests() -> Result<Built> {
+    build_selected(&["-p", "coil-guard", "-p", "coil-guard-tests", "--bin", "coil-guard", "--test", "fou"])
+}
+
+fn build_selected(selection: &[&str]) -> Result<Built> {
     let mut command = cargo();
-    command.args(["build", "--bins", "--tests", "--message-format", "json-render-diagnostics"]);
-    eprintln!("+ cargo build --bins --tests");
+    command.arg("build").args(selection).args(["--message-format", "json-render-diagnostics"]);
+    eprintln!("+ cargo build {}", selection.join(" "));
     let output = command.stderr(Stdio::inherit()).output().context("cannot run cargo")?;
     ensure!(output.status.success(), "the build failed");
     sort(&String::from_utf8_lossy(&output.stdout))

@@ -1,0 +1,143 @@
+//! TCP from a client pod to the host outside.
+
+use std::{
+    io::{BufRead as _, BufReader, Read as _, Write as _},
+    net::{IpAddr, Shutdown, SocketAddr, TcpStream, UdpSocket},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, anyhow, ensure};
+use coil_guard_tests::{cilium::IpFamily, net::Pod};
+
+use crate::outside::{self, Digest, ECHO, SINK};
+
+/// How long a connection may take before it counts as stalled: a lost SYN is sent again after one second.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Opens a connection, sends a few bytes and gets them back. Returns the address that the host outside saw.
+pub(crate) fn short(client: &Pod, family: IpFamily, patience: Duration) -> Result<IpAddr> {
+    client.namespace.run(|| short_here(family, patience))
+}
+
+fn short_here(family: IpFamily, patience: Duration) -> Result<IpAddr> {
+    let stream = open(family, ECHO, patience)?;
+    let mut reader = BufReader::new(stream.try_clone()?);
+    let mut said = String::new();
+    reader.read_line(&mut said).context("no greeting")?;
+    (&stream).write_all(b"ping").context("cannot send")?;
+    let mut echoed = [0; 4];
+    reader.read_exact(&mut echoed).context("no echo")?;
+    ensure!(&echoed == b"ping", "{echoed:?} came back");
+    said.trim().parse().with_context(|| format!("the greeting should be an address, not {said:?}"))
+}
+
+fn open(family: IpFamily, port: u16, patience: Duration) -> Result<TcpStream> {
+    let stream = TcpStream::connect_timeout(&SocketAddr::new(outside::address(family), port), patience)
+        .context("cannot connect")?;
+    stream.set_read_timeout(Some(patience))?;
+    stream.set_write_timeout(Some(patience))?;
+    stream.set_nodelay(true)?;
+    Ok(stream)
+}
+
+/// Sends a datagram of `length` bytes and gets it back. Returns the address that the host outside saw.
+pub(crate) fn datagram(client: &Pod, family: IpFamily, length: usize, patience: Duration) -> Result<IpAddr> {
+    client.namespace.run(|| {
+        let any: SocketAddr = if family == IpFamily::V4 { "0.0.0.0:0".parse()? } else { "[::]:0".parse()? };
+        let socket = UdpSocket::bind(any)?;
+        socket.set_read_timeout(Some(patience))?;
+        let sent: Vec<u8> = (0..length).map(|index| index as u8).collect();
+        socket
+            .send_to(&sent, SocketAddr::new(outside::address(family), ECHO))
+            .context("cannot send a datagram")?;
+        let mut buffer = vec![0; length + 100];
+        let received =
+            socket.recv(&mut buffer).with_context(|| format!("no answer to a datagram of {length} bytes"))?;
+        let said =
+            buffer[..received].strip_suffix(sent.as_slice()).context("the datagram came back changed")?;
+        std::str::from_utf8(said)?.trim().parse().context("the answer should begin with an address")
+    })
+}
+
+/// A bulk transfer from a client that goes on until it is told to end.
+pub(crate) struct Bulk {
+    stop: Arc<AtomicBool>,
+    acknowledged: Arc<AtomicU64>,
+    thread: JoinHandle<Result<IpAddr>>,
+}
+
+impl Bulk {
+    /// Starts to send.
+    pub(crate) fn start(client: &Pod, family: IpFamily) -> Result<Self> {
+        let (stop, acknowledged) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+        let (stopped, count) = (Arc::clone(&stop), Arc::clone(&acknowledged));
+        let thread = client.namespace.spawn("bulk", move || send(family, &stopped, &count))?;
+        Ok(Self { stop, acknowledged, thread })
+    }
+
+    /// Bytes per second that were sent during `time`.
+    pub(crate) fn rate(&self, time: Duration) -> f64 {
+        let began = (Instant::now(), self.acknowledged.load(Ordering::Relaxed));
+        std::thread::sleep(time);
+        let bytes = self.acknowledged.load(Ordering::Relaxed) - began.1;
+        bytes as f64 / began.0.elapsed().as_secs_f64()
+    }
+
+    /// Waits until `bytes` more were sent.
+    pub(crate) fn wait_progress(&self, bytes: u64, patience: Duration) -> Result<()> {
+        let (began, goal) = (Instant::now(), self.acknowledged.load(Ordering::Relaxed) + bytes);
+        while self.acknowledged.load(Ordering::Relaxed) < goal {
+            let now = self.acknowledged.load(Ordering::Relaxed);
+            ensure!(!self.thread.is_finished(), "the transfer ended after {now} bytes");
+            ensure!(began.elapsed() < patience, "the transfer stands at {now} bytes, {goal} were expected");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+
+    /// Ends it. Returns the address that the host outside saw; an error when a byte is missing or changed.
+    pub(crate) fn finish(self) -> Result<IpAddr> {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.join().map_err(|_| anyhow!("the transfer panicked"))?
+    }
+}
+
+fn send(family: IpFamily, stop: &AtomicBool, sent: &AtomicU64) -> Result<IpAddr> {
+    const CHUNK: usize = 64 * 1024;
+    let mut stream = open(family, SINK, Duration::from_secs(20))?;
+    stream.set_nodelay(false)?;
+    let mut digest = Digest::default();
+    let mut chunk = vec![0; CHUNK];
+    let mut number = 0_u64;
+    while !stop.load(Ordering::Relaxed) {
+        // Every chunk differs, so that one in the place of another is found.
+        for (index, word) in chunk.chunks_exact_mut(8).enumerate() {
+            word.copy_from_slice(&(number << 16 | index as u64).to_be_bytes());
+        }
+        stream
+            .write_all(&chunk)
+            .with_context(|| format!("the transfer broke after {} bytes", digest.count))?;
+        digest.update(&chunk);
+        sent.store(digest.count, Ordering::Relaxed);
+        number += 1;
+    }
+    stream.shutdown(Shutdown::Write)?;
+    let mut answer = String::new();
+    BufReader::new(&stream).read_line(&mut answer).context("no receipt for the transfer")?;
+    let receipt: Vec<&str> = answer.split_whitespace().collect();
+    let [count, hash, peer] = receipt[..] else {
+        anyhow::bail!("a receipt should have three words, not {answer:?}")
+    };
+    ensure!(
+        count == digest.count.to_string() && hash == format!("{:016x}", digest.hash),
+        "sent {} bytes with hash {:016x}, but {count} with hash {hash} arrived",
+        digest.count,
+        digest.hash
+    );
+    peer.parse().with_context(|| format!("{peer:?} is no address"))
+}
