@@ -2,5 +2,9 @@
 
 fn main() -> anyhow::Result<()> {
     println!("cargo:rerun-if-changed=../coil-guard-common/src");
-    ebpf_build::build("coil-guard-ebpf", concat!(env!("CARGO_MANIFEST_DIR"), "/../coil-guard-ebpf"), "coil-guard-bpf")
+    ebpf_build::build(
+        "coil-guard-ebpf",
+        concat!(env!("CARGO_MANIFEST_DIR"), "/../coil-guard-ebpf"),
+        "coil-guard-bpf",
+    )
 }

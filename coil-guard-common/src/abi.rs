@@ -79,8 +79,6 @@ pub mod mode {
     pub const RESET: u8 = 2;
     /// New inner connections leave at once, existing ones stay while the old pod serves.
     pub const DRAIN: u8 = 3;
-    /// Never writes to Cilium's maps; gives a stuck flow another outer source port.
-    pub const REWRITE: u8 = 4;
 }
 
 /// [`GuardedService::flags`] bit: the Egress has `fouSourcePortAuto`, each inner flow has its own outer source port.
@@ -303,7 +301,7 @@ shared! {
 
 shared! {
     /// Packets and moves of one Egress; one record per CPU.
-    EgressCounters, 96 {
+    EgressCounters, 88 {
         /// FoU packets to the guarded service.
         packets: u64,
         /// Service entries moved from an unusable backend to a live one.
@@ -326,8 +324,6 @@ shared! {
         not_drained: u64,
         /// `put` gave up after losing races.
         contended: u64,
-        /// Rewrite: flows given another outer source port.
-        rewritten: u64,
     }
 }
 
@@ -341,8 +337,6 @@ pub mod event {
     pub const WOULD_MOVE: u8 = 3;
     /// A drain port was taken by another draining backend.
     pub const DRAIN_PORT_COLLISION: u8 = 4;
-    /// Rewrite: gave up, affinity sends the flow back.
-    pub const REWRITE_STUCK: u8 = 5;
 }
 
 shared! {

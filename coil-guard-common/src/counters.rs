@@ -71,8 +71,4 @@ reasons! {
     ReservedPort = "reserved_port",
     /// The entry changed under the guard each time it was tried.
     Contended = "contended",
-    /// Rewrite: sent with another outer source port.
-    Rewritten = "rewritten",
-    /// Rewrite: cannot move the flow; affinity sends it back.
-    RewriteStuck = "rewrite_stuck",
 }

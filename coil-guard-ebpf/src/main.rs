@@ -159,7 +159,6 @@ fn count_egress(counters: &mut EgressCounters, outcome: &Outcome) {
         Reason::WouldMove => counters.would_move += 1,
         Reason::NotDrained => counters.not_drained += 1,
         Reason::Contended => counters.contended += 1,
-        Reason::Rewritten => counters.rewritten += 1,
         _ => {}
     }
     if outcome.cut {

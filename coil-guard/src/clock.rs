@@ -14,7 +14,8 @@ impl Monotonic {
     /// Never: the clock exists on every Linux.
     #[must_use]
     pub fn now() -> Self {
-        let time = nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).expect("CLOCK_MONOTONIC exists");
+        let time =
+            nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC).expect("CLOCK_MONOTONIC exists");
         Self(Duration::from(time).as_nanos() as u64)
     }
 

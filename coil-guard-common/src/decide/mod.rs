@@ -28,8 +28,6 @@ use crate::{
 pub const DRAIN_PORT_FIRST: u16 = 61000;
 /// Number of drain ports.
 pub const DRAIN_PORTS: u32 = 4096;
-/// First port of mode `rewrite`, after the drain ports.
-pub const REWRITE_PORT_FIRST: u16 = DRAIN_PORT_FIRST + DRAIN_PORTS as u16;
 
 /// Bound on the slots that are looked at for one packet. Of a service with more, each client sees this many, from a
 /// start of its own.

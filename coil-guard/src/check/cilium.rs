@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, path::Path};
 use super::Finding;
 use crate::{
     cilium::{AffinityMatch, CiliumMaps, Probe, probe},
-    plan::{Desired, EgressName, Mode, ServiceAddress},
+    plan::{Desired, EgressName, ServiceAddress},
 };
 
 pub(super) fn maps(directory: &Path) -> Finding {
@@ -73,7 +73,7 @@ fn judge(desired: &Desired, probe: &Probe, packets: &BTreeMap<EgressName, u64>) 
         let sent = packets.get(&service.egress).copied().unwrap_or(0);
         findings.push(per_packet(&name, found.entries, sent));
     }
-    findings.extend(affinity(desired, probe));
+    findings.extend(affinity(probe));
     findings
 }
 
@@ -107,38 +107,26 @@ fn per_packet(name: &str, entries: usize, sent: u64) -> Finding {
     }
 }
 
-fn affinity(desired: &Desired, probe: &Probe) -> Option<Finding> {
+fn affinity(probe: &Probe) -> Option<Finding> {
     const ID: &str = "affinity_match";
     if !probe.services.values().any(|service| service.affinity) {
         return None;
     }
-    let rewrite: Vec<_> = desired
-        .services
-        .values()
-        .filter(|service| service.mode == Mode::Rewrite)
-        .map(|service| service.egress.to_string())
-        .collect();
     Some(match probe.affinity_match {
-        AffinityMatch::Kept if !rewrite.is_empty() => Finding::warning(
-            ID,
-            "a leaving backend keeps its affinity match, so Cilium sends a client's new outer tuples back to it",
-            format!("Mode rewrite cannot move flows of {}; reset and drain can.", rewrite.join(", ")),
-            "Use mode reset or drain, sessionAffinity: None on the Egress, or Cilium 1.18 or later.",
-        ),
         AffinityMatch::Kept => Finding::good(
             ID,
             "a leaving backend keeps its affinity match (Cilium up to 1.17, or a backend that is not ready)",
-            "Reset and drain move the flow all the same; mode rewrite could not.",
+            "Only an entry that is changed in place leaves it, which is what reset and drain do.",
         ),
         AffinityMatch::Dropped => Finding::good(
             ID,
             "a leaving backend loses its affinity match (Cilium 1.18 and later)",
-            "Every mode can move flows.",
+            "Reset and drain move flows; so would deleting their entries.",
         ),
         AffinityMatch::Unknown => Finding::good(
             ID,
             "no backend is leaving now, so what becomes of its affinity match cannot be seen",
-            "Reset and drain work either way; mode rewrite needs Cilium 1.18 or later where an Egress has ClientIP affinity.",
+            "Reset and drain work either way.",
         ),
     })
 }
@@ -146,7 +134,11 @@ fn affinity(desired: &Desired, probe: &Probe) -> Option<Finding> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{check::Level, cilium::ServiceProbe, plan::GuardedService};
+    use crate::{
+        check::Level,
+        cilium::ServiceProbe,
+        plan::{GuardedService, Mode},
+    };
 
     fn egress() -> EgressName {
         EgressName { namespace: "internet".into(), name: "egress".into() }
@@ -191,10 +183,10 @@ mod tests {
     }
 
     #[test]
-    fn a_kept_affinity_match_matters_to_rewrite_alone() {
+    fn a_kept_affinity_match_is_told_and_hinders_nothing() {
         let found = ServiceProbe { known: true, affinity: true, entries: 1 };
-        let level = |mode| judged(mode, found, AffinityMatch::Kept, 1)[1];
-        assert_eq!(level(Mode::Rewrite), ("affinity_match", Level::Warning));
-        assert_eq!(level(Mode::Drain), ("affinity_match", Level::Good));
+        for mode in [Mode::Reset, Mode::Drain] {
+            assert_eq!(judged(mode, found, AffinityMatch::Kept, 1)[1], ("affinity_match", Level::Good));
+        }
     }
 }

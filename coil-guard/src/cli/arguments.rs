@@ -19,7 +19,7 @@ use crate::{
 /// lives. coil-guard attaches a program inside the client pod that moves such a flow to a live egress pod with its next
 /// packet (reset), or keeps existing inner connections where they are and moves the new ones only (drain).
 ///
-/// What is done is chosen for each Egress by the annotation coil-guard.io/mode: off, audit, reset, drain or rewrite.
+/// What is done is chosen for each Egress by the annotation coil-guard.io/mode: off, audit, reset or drain.
 #[derive(Debug, Parser)]
 #[command(name = "coil-guard", version, max_term_width = 110)]
 pub struct Cli {
@@ -404,7 +404,7 @@ mod tests {
     #[test]
     fn an_invalid_value_names_the_flag_and_what_is_allowed() {
         for (flag, value, allowed) in [
-            ("--default-mode", "on", "off, audit, reset, drain, rewrite"),
+            ("--default-mode", "on", "off, audit, reset, drain"),
             ("--attach", "xdp", "auto, tcx, clsact"),
             ("--log-format", "xml", "text, json"),
             ("--fou-port", "0", "a port from 1 to 65535 is expected"),

@@ -51,6 +51,7 @@ pub fn execute(cli: &Cli) -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::from(findings.exit_code()));
         }
         Command::Cleanup(arguments) => {
+            let end = arguments.stay.then(EndSignal::hold).transpose()?;
             let cleanup = datapath::cleanup(&Options::from(&arguments.node))?;
             for line in &cleanup.removed {
                 println!("removed {line}");
@@ -64,18 +65,27 @@ pub fn execute(cli: &Cli) -> anyhow::Result<ExitCode> {
             if cleanup.removed.is_empty() {
                 println!("nothing of coil-guard's on this node");
             }
-            if arguments.stay {
-                wait_for_the_end()?;
+            if let Some(end) = end {
+                end.wait()?;
             }
         }
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Blocks until SIGTERM or SIGINT. A handler is needed: the first process of a container ignores signals without one.
-fn wait_for_the_end() -> anyhow::Result<()> {
-    let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
-    signals.thread_block().context("cannot block signals")?;
-    signals.wait().context("cannot wait for a signal")?;
-    Ok(())
+/// SIGTERM and SIGINT, held back until they are waited for. Left alone they would end the process in the middle of its
+/// work, or, in the first process of a container, be ignored.
+struct EndSignal(SigSet);
+
+impl EndSignal {
+    fn hold() -> anyhow::Result<Self> {
+        let signals = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
+        signals.thread_block().context("cannot block signals")?;
+        Ok(Self(signals))
+    }
+
+    fn wait(&self) -> anyhow::Result<()> {
+        self.0.wait().context("cannot wait for a signal")?;
+        Ok(())
+    }
 }

@@ -16,7 +16,6 @@ fn mode(mode: Mode) -> &'static str {
         Mode::Audit => "audit",
         Mode::Reset => "reset",
         Mode::Drain => "drain",
-        Mode::Rewrite => "rewrite",
     }
 }
 
@@ -157,7 +156,7 @@ pub(super) fn json(snapshot: &Snapshot) -> Value {
                 "packets": counters.packets, "moved": counters.moved, "created": counters.created,
                 "repaired": counters.repaired, "drained": counters.drained, "cut": counters.cut,
                 "noLive": counters.no_live, "wouldMove": counters.would_move, "wouldDrain": counters.would_drain,
-                "notDrained": counters.not_drained, "contended": counters.contended, "rewritten": counters.rewritten,
+                "notDrained": counters.not_drained, "contended": counters.contended,
             });
             (name.to_string(), counters)
         })

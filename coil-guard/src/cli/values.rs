@@ -21,8 +21,6 @@ pub enum DefaultMode {
     Reset,
     /// New inner connections leave at once, existing ones stay while the old pod serves
     Drain,
-    /// Never writes to Cilium's maps
-    Rewrite,
 }
 
 impl From<DefaultMode> for EgressMode {
@@ -32,7 +30,6 @@ impl From<DefaultMode> for EgressMode {
             DefaultMode::Audit => Some(Mode::Audit),
             DefaultMode::Reset => Some(Mode::Reset),
             DefaultMode::Drain => Some(Mode::Drain),
-            DefaultMode::Rewrite => Some(Mode::Rewrite),
         }
     }
 }

@@ -67,15 +67,17 @@ pub(crate) fn same_service(a: &abi::GuardedService, b: &abi::GuardedService) -> 
     abi::GuardedService { expires_at: 0, ..*a } == abi::GuardedService { expires_at: 0, ..*b }
 }
 
-pub(crate) fn mark_entry(mark: &Mark, now: Monotonic) -> abi::BackendMark {
-    abi::BackendMark {
+/// The entry of a mark. Its `since` is when its state is first written, and not when it was seen: the program counts from
+/// it how long packets that passed before may still be on their way.
+pub(crate) fn mark_entry(mark: &Mark, old: Option<&abi::BackendMark>, now: Monotonic) -> abi::BackendMark {
+    let entry = abi::BackendMark {
         keep_until: match mark.keep {
             Keep::No => 0,
             Keep::Until(time) => time.0,
             Keep::ForEver => abi::FOR_EVER,
         },
         valid_until: now.saturating_add(MARK_VALIDITY).0,
-        since: mark.since.0,
+        since: now.0,
         state: match mark.state {
             MarkState::Ready => abi::mark::READY,
             MarkState::NotReady => abi::mark::NOT_READY,
@@ -83,6 +85,10 @@ pub(crate) fn mark_entry(mark: &Mark, now: Monotonic) -> abi::BackendMark {
             MarkState::Gone => abi::mark::GONE,
         },
         pad: [0; 7],
+    };
+    match old {
+        Some(old) if old.state == entry.state => abi::BackendMark { since: old.since, ..entry },
+        _ => entry,
     }
 }
 
@@ -108,8 +114,9 @@ pub(crate) fn mark_changes(
     let mut put = Vec::new();
     for (address, mark) in want {
         let key = to_mapped(*address);
-        let entry = mark_entry(mark, now);
-        if renew || !have.get(&key).is_some_and(|old| same_mark(old, &entry)) {
+        let old = have.get(&key);
+        let entry = mark_entry(mark, old, now);
+        if renew || !old.is_some_and(|old| same_mark(old, &entry)) {
             put.push((*address, entry));
         }
         keys.insert(key);
@@ -199,17 +206,25 @@ mod tests {
                 }
                 have.extend(changes.put.iter().map(|(address, entry)| (to_mapped(*address), *entry)));
                 let expected: BTreeMap<_, _> =
-                    wanted.iter().map(|(address, mark)| (to_mapped(*address), mark_entry(mark, now))).collect();
+                    wanted.iter().map(|(address, mark)| (to_mapped(*address), mark_entry(mark, None, now))).collect();
                 prop_assert_eq!(&have, &expected);
                 prop_assert_eq!(mark_changes(&have, wanted, false, now), MarkChanges::default());
             }
         }
 
         #[test]
+        fn a_mark_says_since_when_its_state_is_written(first in mark_strategy(), second in mark_strategy()) {
+            let before = mark_entry(&first, None, Monotonic(1000));
+            let after = mark_entry(&second, Some(&before), Monotonic(2000));
+            prop_assert_eq!(before.since, 1000);
+            prop_assert_eq!(after.since, if before.state == after.state { 1000 } else { 2000 });
+        }
+
+        #[test]
         fn one_changed_backend_is_one_write(old in marks(), change in mark_strategy()) {
             let now = Monotonic(1000);
             let have: BTreeMap<_, _> =
-                old.iter().map(|(address, mark)| (to_mapped(*address), mark_entry(mark, now))).collect();
+                old.iter().map(|(address, mark)| (to_mapped(*address), mark_entry(mark, None, now))).collect();
             let mut new = old.clone();
             new.insert("10.9.9.9".parse().unwrap(), change);
             let changes = mark_changes(&have, &new, false, now);

@@ -28,8 +28,7 @@ pub fn parse_mode(value: &str) -> Result<EgressMode, &'static str> {
         "audit" => Ok(Some(Mode::Audit)),
         "reset" => Ok(Some(Mode::Reset)),
         "drain" => Ok(Some(Mode::Drain)),
-        "rewrite" => Ok(Some(Mode::Rewrite)),
-        _ => Err("allowed are off, audit, reset, drain and rewrite; treated as off"),
+        _ => Err("allowed are off, audit, reset and drain; treated as off"),
     }
 }
 
@@ -111,7 +110,6 @@ mod tests {
             ("Audit", Some(Mode::Audit)),
             ("RESET", Some(Mode::Reset)),
             (" drain ", Some(Mode::Drain)),
-            ("rewrite", Some(Mode::Rewrite)),
         ] {
             let egress = egress(MODE, text);
             assert_eq!(egress.mode, Some(mode), "{text}");

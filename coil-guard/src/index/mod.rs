@@ -145,7 +145,8 @@ impl Index {
                     Some(egress) => drop(touched.insert(egress.clone())),
                     // Without the label, whichever Service of the namespace selects it.
                     None => {
-                        touched.extend(backends.keys().filter(|key| key.namespace == name.namespace).cloned());
+                        touched
+                            .extend(backends.keys().filter(|key| key.namespace == name.namespace).cloned());
                     }
                 }
             }

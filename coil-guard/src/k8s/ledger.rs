@@ -43,8 +43,6 @@ pub enum Topic {
     NotDrained(IpAddr),
     /// Client pods whose ephemeral ports overlap the drain ports.
     PortsOverlap,
-    /// Rewrite cannot move flows.
-    RewriteStuck(IpAddr),
 }
 
 impl Topic {
@@ -61,7 +59,6 @@ impl Topic {
             Self::NoPreStop => "DrainWithoutPreStop",
             Self::NotDrained(_) => "DrainPortCollision",
             Self::PortsOverlap => "DrainPortsOverlap",
-            Self::RewriteStuck(_) => "RewriteStuck",
         }
     }
 
@@ -71,11 +68,7 @@ impl Topic {
         match self {
             Self::ModeChanged | Self::InvalidAnnotation(_) | Self::NoPreStop => "Configure",
             Self::AttachFailed | Self::PortsOverlap => "Attach",
-            Self::Moved(_)
-            | Self::WouldMove(_)
-            | Self::NoLive(_)
-            | Self::NotDrained(_)
-            | Self::RewriteStuck(_) => "MoveFlows",
+            Self::Moved(_) | Self::WouldMove(_) | Self::NoLive(_) | Self::NotDrained(_) => "MoveFlows",
         }
     }
 
@@ -213,11 +206,7 @@ impl Entry {
         let clients = self.clients.len();
         let plural = |number: usize| if number == 1 { "" } else { "s" };
         match self.latest.topic {
-            Topic::Moved(_)
-            | Topic::WouldMove(_)
-            | Topic::NoLive(_)
-            | Topic::NotDrained(_)
-            | Topic::RewriteStuck(_) => {
+            Topic::Moved(_) | Topic::WouldMove(_) | Topic::NoLive(_) | Topic::NotDrained(_) => {
                 let times = if self.count == 1 { "once".into() } else { format!("{} times", self.count) };
                 format!("{text} ({times}, {clients} client pod{})", plural(clients))
             }

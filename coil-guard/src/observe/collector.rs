@@ -34,7 +34,7 @@ impl SnapshotCell {
 type Action = (&'static str, fn(&EgressCounters) -> u64);
 
 /// What the program does.
-const ACTIONS: [Action; 11] = [
+const ACTIONS: [Action; 10] = [
     ("moved", |counters| counters.moved),
     ("created", |counters| counters.created),
     ("repaired", |counters| counters.repaired),
@@ -45,11 +45,9 @@ const ACTIONS: [Action; 11] = [
     ("would_drain", |counters| counters.would_drain),
     ("not_drained", |counters| counters.not_drained),
     ("contended", |counters| counters.contended),
-    ("rewritten", |counters| counters.rewritten),
 ];
 
-const MODES: [(&str, Mode); 4] =
-    [("audit", Mode::Audit), ("reset", Mode::Reset), ("drain", Mode::Drain), ("rewrite", Mode::Rewrite)];
+const MODES: [(&str, Mode); 3] = [("audit", Mode::Audit), ("reset", Mode::Reset), ("drain", Mode::Drain)];
 
 const STATES: [(&str, MarkState); 4] = [
     ("ready", MarkState::Ready),

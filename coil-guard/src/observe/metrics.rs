@@ -152,7 +152,7 @@ impl Metrics {
         for outcome in ["attached", "replaced", "restored", "failed", "detached", "detach_failed"] {
             drop(self.attachments.get_or_create(&[("outcome", outcome)]));
         }
-        for kind in ["moved", "no_live", "would_move", "drain_port_collision", "rewrite_stuck"] {
+        for kind in ["moved", "no_live", "would_move", "drain_port_collision"] {
             drop(self.flow_events.get_or_create(&[("kind", kind)]));
         }
         for outcome in ["created", "patched", "failed"] {

@@ -35,8 +35,6 @@ pub enum Mode {
     Reset,
     /// New inner connections leave at once, existing ones stay while the old pod serves.
     Drain,
-    /// Never writes to Cilium's maps.
-    Rewrite,
 }
 
 /// A ClusterIP and FoU port.

@@ -226,7 +226,8 @@ impl Agent {
             return;
         }
         log_changes(&self.desired, &desired);
-        let applied = self.datapath.apply(&desired, now);
+        // Not `now`, which planning has made a little old: marks say since when they are written.
+        let applied = self.datapath.apply(&desired, Monotonic::now());
         self.desired = desired;
         self.metrics.map_writes.inc_by(applied.writes as u64);
         self.renew_by = applied.renew_by;
@@ -340,7 +341,6 @@ impl Agent {
             FlowEventKind::NoLive => "no_live",
             FlowEventKind::WouldMove => "would_move",
             FlowEventKind::DrainPortCollision => "drain_port_collision",
-            FlowEventKind::RewriteStuck => "rewrite_stuck",
         };
         self.metrics.flow_events.get_or_create(&[("kind", kind)]).inc();
         let egress = self.datapath.egress_of(flow.egress);

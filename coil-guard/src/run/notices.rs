@@ -35,7 +35,6 @@ fn mode_name(mode: EgressMode) -> &'static str {
         Some(Mode::Audit) => "audit",
         Some(Mode::Reset) => "reset",
         Some(Mode::Drain) => "drain",
-        Some(Mode::Rewrite) => "rewrite",
     }
 }
 
@@ -172,14 +171,6 @@ impl Notices {
                 format!(
                     "Flows of leaving backend {} on node {node} were reset and not drained: another draining backend \
                      has their drain port",
-                    of(from)
-                ),
-            ),
-            (FlowEventKind::RewriteStuck, Some(from)) => (
-                Topic::RewriteStuck(from),
-                format!(
-                    "Mode rewrite cannot move flows off leaving backend {} on node {node}: ClientIP affinity of this \
-                     Cilium version sends them back. Use mode reset or drain, or sessionAffinity: None",
                     of(from)
                 ),
             ),

@@ -15,13 +15,11 @@ use coil_guard_tests::{
 use crate::support::each_family;
 
 /// Not reached here, with the reason.
-const ELSEWHERE: [(Reason, &str); 3] = [
+const ELSEWHERE: [(Reason, &str); 1] = [
     (
         Reason::Contended,
         "needs other CPUs that change the entry three times between a read and a write; see the property tests",
     ),
-    (Reason::Rewritten, "mode rewrite is not built yet"),
-    (Reason::RewriteStuck, "mode rewrite is not built yet"),
 ];
 
 type Setup = fn(&mut Scene, &mut Vec<u8>) -> Result<()>;
