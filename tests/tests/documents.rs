@@ -132,7 +132,7 @@ fn every_flag_that_is_named_exists() -> Result<()> {
         for word in code_words(&text) {
             let Some(flag) = word.strip_prefix("--") else { continue };
             let flag = flag.split('=').next().unwrap_or(flag);
-            let of_others = ["help", "group", "locked", "json", "kernel"];
+            let of_others = ["help", "group", "locked", "json", "kernel", "test"];
             if !of_others.contains(&flag) && !arguments.contains(&format!("{}:", flag.replace('-', "_"))) {
                 missing.push(format!("{}: --{flag}", path.display()));
             }

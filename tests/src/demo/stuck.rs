@@ -20,6 +20,9 @@ const BACKENDS: usize = 4;
 /// Between packets.
 const PACE: Duration = Duration::from_millis(1);
 
+/// Loading and attaching takes a moment, on a busy machine more.
+const ATTACH_PATIENCE: Duration = Duration::from_secs(8);
+
 /// What the director did, and when.
 struct Played {
     stuck: Change,
@@ -81,7 +84,7 @@ fn direct(scenario: &mut Scenario, story: &Story<'_>, options: Options, stream: 
         (begun - stuck.begun) as f64 / 1e9
     );
     story.note(begun, EventKind::Mode, &text);
-    say_move(story, stream, annotated, "annotation", scenario.patience());
+    say_move(story, stream, annotated, "annotation", ATTACH_PATIENCE);
     pause(1.3);
     let marked = mark(scenario, story, stream)?;
     say_move(story, stream, marked, "mark", soon);
