@@ -269,7 +269,12 @@ impl Agent {
             }
         }
         for write in self.notices.due(now) {
-            tracing::info!(egress = %write.notice.egress, reason = write.notice.topic.reason(), "{}", write.note);
+            let (egress, topic) = (&write.notice.egress, &write.notice.topic);
+            if topic.is_warning() {
+                tracing::warn!(%egress, reason = topic.reason(), "{}", write.note);
+            } else {
+                tracing::info!(%egress, reason = topic.reason(), "{}", write.note);
+            }
             self.events.write(write);
         }
     }
