@@ -28,8 +28,8 @@ const NEW: &str = "new";
 
 struct Played {
     marked: Change,
-    /// When the agent first saw it: the mark's own time.
-    seen_by_agent: u64,
+    /// When the agent wrote its mark.
+    marked_by_agent: u64,
     end: u64,
 }
 
@@ -130,7 +130,7 @@ fn direct(
         story.note(at, EventKind::Move, &text);
     }
     scenario.wait_mark(backend, mark::LEAVING)?;
-    let seen_by_agent =
+    let marked_by_agent =
         marks::read(scenario.lab.backend(backend).address(options.family))?.map_or(0, |mark| mark.since);
     let over = scenario.lab.log.wait(options.span(4.0) + patience, |state| {
         state.streams.get(&old).is_some_and(|stream| stream.at_backends >= count)
@@ -151,7 +151,7 @@ fn direct(
     story.gone(backend, gone);
     story.note(gone, EventKind::End, &format!("pod {name} is gone"));
     pause(1.0);
-    Ok(Played { marked, seen_by_agent, end: now() })
+    Ok(Played { marked, marked_by_agent, end: now() })
 }
 
 fn act(story: &Story<'_>, seen: &Seen<'_>, played: &Played, names: &[String]) -> Act {
@@ -257,7 +257,7 @@ fn opened(new: &Packets) -> impl Iterator<Item = (u64, Option<usize>)> {
 
 /// Connections that joined the leaving backend later than the rule allows.
 fn late_joiners(seen: &Seen<'_>, played: &Played) -> u64 {
-    let limit = played.marked.done.max(played.seen_by_agent) + SETTLE + tick();
+    let limit = played.marked.done.max(played.marked_by_agent) + SETTLE + tick();
     let late = opened(seen.new).filter(|(sent, at)| *sent > limit && *at == Some(played.marked.backend));
     late.count() as u64
 }
