@@ -86,6 +86,8 @@ pub(crate) struct Worker {
     check_at: Instant,
     no_tcx: bool,
     others_retired: bool,
+    /// What the last step failed of, told once.
+    problem: Option<String>,
 }
 
 impl Worker {
@@ -107,6 +109,7 @@ impl Worker {
             check_at: now,
             no_tcx: false,
             others_retired: false,
+            problem: None,
         }
     }
 
@@ -115,11 +118,12 @@ impl Worker {
         let mut looked_at = 0;
         while let Some((version, wanted)) = self.mailbox.latest() {
             if version != 0 {
-                if let Err(error) = self.step(version, &wanted, version != looked_at) {
-                    self.warn(error.to_string());
-                    // Nothing that is wrong here comes good at once.
-                    self.binding_at = Instant::now() + BINDING_INTERVAL;
+                let problem =
+                    self.step(version, &wanted, version != looked_at).err().map(|error| error.to_string());
+                if let Some(text) = problem.as_ref().filter(|text| self.problem.as_ref() != Some(text)) {
+                    self.warn(text.clone());
                 }
+                self.problem = problem;
                 looked_at = version;
             }
             self.sleep(version, &wanted);
@@ -257,16 +261,14 @@ impl Worker {
         let now = Instant::now();
         let mut until = now + CHECK_INTERVAL;
         if version != 0 && wanted.guarding {
-            until = until.min(self.binding_at).min(self.check_at);
-            let retries = wanted.pods.iter().filter_map(|(uid, client)| {
-                let pod = self.pods.get(uid)?;
-                if pod.attached.is_none() && client.want == Want::WhileTunnelled {
-                    None
-                } else {
-                    pod.retry_at
-                }
-            });
-            until = until.min(retries.min().unwrap_or(until));
+            // A step that failed half-way has not come to these; nothing that it failed of comes good at once.
+            let failed = self.problem.is_some() || self.records.is_none();
+            let earliest = if failed { now + BINDING_INTERVAL } else { now };
+            until = until.min(self.binding_at.min(self.check_at).max(earliest));
+            // Without a binding nothing is attached, however long it has been due.
+            if self.bound == Bound::Yes {
+                until = until.min(self.next_retry(wanted).unwrap_or(until));
+            }
         }
         if self.mailbox.is_newer(version) {
             until = now;
@@ -289,6 +291,14 @@ impl Worker {
             }
             self.retry_soon();
         }
+    }
+
+    fn next_retry(&self, wanted: &Wanted) -> Option<Instant> {
+        let retries = wanted.pods.iter().filter_map(|(uid, client)| {
+            let pod = self.pods.get(uid)?;
+            if pod.attached.is_none() && client.want == Want::WhileTunnelled { None } else { pod.retry_at }
+        });
+        retries.min()
     }
 
     /// A new namespace may be that of a pod that could not be found.

@@ -58,7 +58,8 @@ impl Worker {
         }
     }
 
-    /// Attaches what is due, some at a time. `false` when it stopped for a newer plan.
+    /// Attaches what is due, some at a time. `false` when it stopped for a newer plan, or because it is time to look at
+    /// Cilium's maps again.
     pub(super) fn attach_wanted(&mut self, version: u64, wanted: &Wanted) -> bool {
         let at_once = thread::available_parallelism().map_or(1, NonZero::get).min(MOST_AT_ONCE);
         let due: Vec<_> = wanted.pods.iter().filter(|(uid, client)| self.is_due(uid, client)).collect();
@@ -68,6 +69,9 @@ impl Worker {
             }
             self.attach(pods);
             self.mailbox.set_progress(version, self.progress(wanted));
+            if Instant::now() >= self.binding_at {
+                return false;
+            }
         }
         true
     }
