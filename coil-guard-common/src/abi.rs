@@ -61,7 +61,8 @@ pub const POD_CONFIG: &str = "POD_CONFIG";
 macro_rules! shared {
     ($(#[$meta:meta])* $name:ident, $size:literal { $($(#[$field_meta:meta])* $field:ident: $type:ty,)+ }) => {
         $(#[$meta])*
-        #[repr(C)]
+        // Aligned so that the program copies addresses by words and not by bytes; the kernel aligns keys and values to 8.
+        #[repr(C, align(4))]
         #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
         pub struct $name { $($(#[$field_meta])* pub $field: $type,)+ }
         const _: () = assert!(size_of::<$name>() == $size);
@@ -422,6 +423,6 @@ shared! {
 #[inline(always)]
 #[must_use]
 pub const fn v4_mapped(address: [u8; 4]) -> [u8; 16] {
-    let [a, b, c, d] = address;
-    [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, a, b, c, d]
+    // By words: the program would call memset for ten zero bytes.
+    zerocopy::transmute!([0, 0, u32::from_ne_bytes([0, 0, 0xff, 0xff]), u32::from_ne_bytes(address)])
 }

@@ -64,8 +64,6 @@ pub fn parse(
     key: &mut InnerFlowKey,
     fragment_key: &mut FragmentKey,
 ) -> (FlowPacket, Fragment) {
-    key.source = [0; 16];
-    key.destination = [0; 16];
     key.source_port = [0; 2];
     key.destination_port = [0; 2];
     key.protocol = 0;
@@ -99,22 +97,28 @@ fn network(
     key: &mut InnerFlowKey,
     fragment_key: &mut FragmentKey,
 ) -> Option<Transport> {
-    let [version] = packet.load::<[u8; 1]>(offset)?;
-    match version >> 4 {
-        4 => network_v4(packet, offset, key, fragment_key),
-        6 => network_v6(packet, offset, key, fragment_key),
-        _ => None,
+    let version = packet.load::<[u8; 1]>(offset).map_or(0, |[version]| version >> 4);
+    if version == 4
+        && let Some(ip) = packet.load::<Ipv4Hdr>(offset)
+    {
+        network_v4(&ip, offset, key, fragment_key)
+    } else if version == 6
+        && let Some(ip) = packet.load::<Ipv6Hdr>(offset)
+    {
+        network_v6(packet, &ip, offset, key, fragment_key)
+    } else {
+        (key.source, key.destination) = ([0; 16], [0; 16]);
+        None
     }
 }
 
 #[inline(always)]
 fn network_v4(
-    packet: &impl Load,
+    ip: &Ipv4Hdr,
     offset: u32,
     key: &mut InnerFlowKey,
     fragment_key: &mut FragmentKey,
 ) -> Option<Transport> {
-    let ip: Ipv4Hdr = packet.load(offset)?;
     key.source = v4_mapped(ip.src_addr);
     key.destination = v4_mapped(ip.dst_addr);
     key.protocol = ip.proto;
@@ -133,11 +137,11 @@ fn network_v4(
 #[inline(always)]
 fn network_v6(
     packet: &impl Load,
+    ip: &Ipv6Hdr,
     offset: u32,
     key: &mut InnerFlowKey,
     fragment_key: &mut FragmentKey,
 ) -> Option<Transport> {
-    let ip: Ipv6Hdr = packet.load(offset)?;
     key.source = ip.src_addr;
     key.destination = ip.dst_addr;
     let mut next = ip.next_hdr;

@@ -18,8 +18,10 @@ use crate::{cilium::PROTO_UDP, counters::Reason};
 /// Bound on the IPv6 extension headers that are walked; Coil's own packets have one.
 pub const MAX_EXTENSION_HEADERS: u32 = 4;
 
-const ETHERTYPE_IPV4: u16 = 0x0800;
-const ETHERTYPE_IPV6: u16 = 0x86dd;
+/// IPv4.
+pub const ETHERTYPE_IPV4: u16 = 0x0800;
+/// IPv6.
+pub const ETHERTYPE_IPV6: u16 = 0x86dd;
 
 pub(crate) const NEXT_HOP_BY_HOP: u8 = 0;
 pub(crate) const NEXT_ROUTING: u8 = 43;
@@ -117,6 +119,7 @@ pub(crate) const fn mix(mut word: u32) -> u32 {
 
 /// The outer headers of a FoU packet. Ports, length and checksum in network order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C, align(4))]
 pub struct Outer<A> {
     /// IP source.
     pub source: A,
@@ -154,17 +157,26 @@ pub enum FouPacket {
 /// The reason for letting it pass.
 #[inline(always)]
 pub fn parse(packet: &impl Load, fou_port: [u8; 2]) -> Result<FouPacket, Reason> {
-    let ether_type: [u8; 2] =
-        packet.load_near(offset_of!(EthHdr, ether_type) as u32).ok_or(Reason::NotFou)?;
-    match u16::from_be_bytes(ether_type) {
+    match ether_type(packet) {
         ETHERTYPE_IPV4 => parse_v4(packet, fou_port).map(FouPacket::V4),
         ETHERTYPE_IPV6 => parse_v6(packet, fou_port).map(FouPacket::V6),
         _ => Err(Reason::NotFou),
     }
 }
 
+/// The protocol behind the Ethernet header, [`ETHERTYPE_IPV4`], [`ETHERTYPE_IPV6`] or another, 0 when it is cut off.
 #[inline(always)]
-fn parse_v4(packet: &impl Load, fou_port: [u8; 2]) -> Result<Outer<[u8; 4]>, Reason> {
+pub fn ether_type(packet: &impl Load) -> u16 {
+    packet.load_near(offset_of!(EthHdr, ether_type) as u32).map_or(0, u16::from_be_bytes)
+}
+
+/// [`parse`] of a packet that is said to be IPv4.
+///
+/// # Errors
+///
+/// The reason for letting it pass.
+#[inline(always)]
+pub fn parse_v4(packet: &impl Load, fou_port: [u8; 2]) -> Result<Outer<[u8; 4]>, Reason> {
     let start = EthHdr::LEN as u32;
     let ip: Ipv4Hdr = packet.load_near(start).ok_or(Reason::Malformed)?;
     if ip.proto != PROTO_UDP {
@@ -189,8 +201,13 @@ fn parse_v4(packet: &impl Load, fou_port: [u8; 2]) -> Result<Outer<[u8; 4]>, Rea
     outer(udp, offset, fou_port, ip.src_addr, ip.dst_addr)
 }
 
+/// [`parse`] of a packet that is said to be IPv6.
+///
+/// # Errors
+///
+/// The reason for letting it pass.
 #[inline(always)]
-fn parse_v6(packet: &impl Load, fou_port: [u8; 2]) -> Result<Outer<[u8; 16]>, Reason> {
+pub fn parse_v6(packet: &impl Load, fou_port: [u8; 2]) -> Result<Outer<[u8; 16]>, Reason> {
     let start = EthHdr::LEN as u32;
     let ip: Ipv6Hdr = packet.load_near(start).ok_or(Reason::Malformed)?;
     if ip.version() != 6 {

@@ -7,10 +7,11 @@ use coil_guard_common::{
         Affinity, AffinityKey4, AffinityKey6, Backend4, Backend6, CT_EGRESS, CT_SERVICE, CtEntry, CtKey4,
         CtKey6, PROTO_UDP, Service, ServiceKey4, ServiceKey6,
     },
+    decide::State,
     packet::{Address, Outer},
 };
 
-use crate::{config::Config, maps, scratch::Scratch};
+use crate::{apart, config::Config, maps, scratch::Scratch};
 
 /// A backend of either family.
 pub(crate) trait AnyBackend: Copy {
@@ -38,6 +39,9 @@ pub(crate) trait Family {
     fn service_key(scratch: &mut Scratch, slot: u16) -> &Self::ServiceKey;
     fn affinity_key(scratch: &mut Scratch, rev_nat_index: [u8; 2]) -> &Self::AffinityKey;
 
+    /// `decide::select` as a function of its own to the verifier.
+    fn select(state: &mut State);
+
     fn conntrack() -> &'static LruHashMap<Self::CtKey, CtEntry>;
     fn services() -> &'static HashMap<Self::ServiceKey, Service>;
     fn backends() -> &'static HashMap<u32, Self::Backend>;
@@ -47,7 +51,7 @@ pub(crate) trait Family {
 macro_rules! family {
     (
         $(#[$meta:meta])* $name:ident, $address:ty, $outer:ident, $keys:ident, $own:ident, $sum:ident, $ct_key:ident,
-        $service_key:ident, $affinity_key:ident, $backend:ident, $ct:ident, $services:ident, $backends:ident, $affinities:ident
+        $service_key:ident, $affinity_key:ident, $backend:ident, $ct:ident, $services:ident, $backends:ident, $affinities:ident, $select:ident
     ) => {
         $(#[$meta])*
         pub(crate) struct $name;
@@ -88,11 +92,7 @@ macro_rules! family {
                 let (outer, keys) = (&scratch.$outer, &mut scratch.$keys);
                 (keys.entry.saddr, keys.entry.daddr) = (outer.source, outer.destination);
                 (keys.entry.sport, keys.entry.nexthdr, keys.entry.flags) = (outer.destination_port, PROTO_UDP, CT_SERVICE);
-                keys.egress.daddr = outer.source;
-                (keys.egress.sport, keys.egress.nexthdr, keys.egress.flags) = (outer.source_port, PROTO_UDP, CT_EGRESS);
                 (keys.service.address, keys.service.dport) = (outer.destination, outer.destination_port);
-                keys.service.proto = PROTO_UDP;
-                keys.affinity.client = outer.source;
             }
             #[inline(always)]
             fn entry_key(scratch: &mut Scratch, client_port: [u8; 2]) -> &$ct_key {
@@ -101,7 +101,8 @@ macro_rules! family {
             }
             #[inline(always)]
             fn egress_key<'a>(scratch: &'a mut Scratch, backend: &$backend) -> &'a $ct_key {
-                let key = &mut scratch.$keys.egress;
+                let (outer, key) = (&scratch.$outer, &mut scratch.$keys.egress);
+                (key.daddr, key.sport, key.nexthdr, key.flags) = (outer.source, outer.source_port, PROTO_UDP, CT_EGRESS);
                 (key.saddr, key.dport) = (backend.address, backend.port);
                 key
             }
@@ -114,8 +115,13 @@ macro_rules! family {
             }
             #[inline(always)]
             fn affinity_key(scratch: &mut Scratch, rev_nat_index: [u8; 2]) -> &$affinity_key {
-                scratch.$keys.affinity.rev_nat_index = rev_nat_index;
-                &scratch.$keys.affinity
+                let (outer, key) = (&scratch.$outer, &mut scratch.$keys.affinity);
+                (key.client, key.rev_nat_index) = (outer.source, rev_nat_index);
+                key
+            }
+            #[inline(always)]
+            fn select(state: &mut State) {
+                apart::$select(state);
             }
             #[inline(always)]
             fn conntrack() -> &'static LruHashMap<$ct_key, CtEntry> {
@@ -139,10 +145,10 @@ macro_rules! family {
 
 family! {
     /// IPv4.
-    V4, [u8; 4], outer4, keys4, is_address4, address4, CtKey4, ServiceKey4, AffinityKey4, Backend4, CT4, SERVICES4, BACKENDS4, AFFINITY4
+    V4, [u8; 4], outer4, keys4, is_address4, address4, CtKey4, ServiceKey4, AffinityKey4, Backend4, CT4, SERVICES4, BACKENDS4, AFFINITY4, select4
 }
 
 family! {
     /// IPv6.
-    V6, [u8; 16], outer6, keys6, is_address6, address6, CtKey6, ServiceKey6, AffinityKey6, Backend6, CT6, SERVICES6, BACKENDS6, AFFINITY6
+    V6, [u8; 16], outer6, keys6, is_address6, address6, CtKey6, ServiceKey6, AffinityKey6, Backend6, CT6, SERVICES6, BACKENDS6, AFFINITY6, select6
 }

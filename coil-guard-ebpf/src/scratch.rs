@@ -45,6 +45,12 @@ pub(crate) struct Scratch {
     pub(crate) proto: u8,
     /// 1 or 0.
     pub(crate) heartbeat_fresh: u64,
+    /// When the packet came.
+    pub(crate) now: u64,
+    /// Of the packet's service.
+    pub(crate) tracked_since: u64,
+    /// Of the packet's service.
+    pub(crate) egress: u32,
 }
 
 /// Keys of Cilium's maps for the packet's client and service. Built once a packet; a lookup then changes a field or two.

@@ -4,9 +4,9 @@ use core::marker::PhantomData;
 
 use aya_ebpf::bindings::BPF_NOEXIST;
 use coil_guard_common::{
-    abi::{BackendMark, GuardedService, InnerFlow, Previous},
+    abi::{BackendMark, ClientServiceKey, GuardedService, InnerFlow, Previous},
     cilium::{CtEntry, PROTO_UDP, SERVICE_FLAG_AFFINITY, Service},
-    decide::{Backend, DrainChange, Entry, Master, World},
+    decide::{Backend, DrainChange, Entry, Master, State, World},
     inner::FlowPacket,
     packet::{Address as _, Outer},
 };
@@ -27,8 +27,6 @@ const LEAVING_PAUSE: u64 = 60_000_000_000;
 /// See the module.
 pub(crate) struct ClientWorld<F: Family> {
     pub(crate) scratch: &'static mut Scratch,
-    service: &'static GuardedService,
-    now: u64,
     family: PhantomData<F>,
 }
 
@@ -40,11 +38,24 @@ impl<F: Family> ClientWorld<F> {
             None => 0,
         };
         F::prepare(scratch);
-        let client = F::outer(scratch).source.mapped();
-        scratch.client_service.client = client;
-        scratch.client_service.service = scratch.service.address;
-        scratch.client_service.service_port = scratch.service.port;
-        Self { scratch, service, now, family: PhantomData }
+        scratch.now = now;
+        (scratch.egress, scratch.tracked_since) = (service.egress, service.tracked_since);
+        Self { scratch, family: PhantomData }
+    }
+
+    /// The world of the packet that the record is about.
+    #[inline(always)]
+    pub(crate) fn resume(scratch: &'static mut Scratch) -> Self {
+        Self { scratch, family: PhantomData }
+    }
+
+    /// The key of the packet's client and service.
+    #[inline(always)]
+    fn client_service(&mut self) -> &ClientServiceKey {
+        let client = self.outer().source.mapped();
+        let (key, service) = (&mut self.scratch.client_service, &self.scratch.service);
+        (key.client, key.service, key.service_port) = (client, service.address, service.port);
+        key
     }
 
     #[inline(always)]
@@ -53,7 +64,7 @@ impl<F: Family> ClientWorld<F> {
     }
 
     /// The service's master entry: keyed by protocol from Cilium 1.17, by "any" before.
-    #[inline(never)]
+    #[inline(always)]
     pub(crate) fn find_master(&mut self, out: &mut Master) -> bool {
         self.scratch.proto = PROTO_UDP;
         if self.read_master(out) {
@@ -96,7 +107,7 @@ impl<F: Family> ClientWorld<F> {
 impl<F: Family> World for ClientWorld<F> {
     #[inline(always)]
     fn now(&self) -> u64 {
-        self.now
+        self.scratch.now
     }
 
     #[inline(always)]
@@ -201,6 +212,11 @@ impl<F: Family> World for ClientWorld<F> {
     }
 
     #[inline(always)]
+    fn select(&mut self, state: &mut State) {
+        F::select(state);
+    }
+
+    #[inline(always)]
     fn mark(&mut self, address: &[u8; 16]) -> Option<BackendMark> {
         copy!(maps::BACKEND_MARKS, address)
     }
@@ -212,7 +228,7 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(never)]
     fn leaving_since(&mut self, address: &[u8; 16], id: u32, terminating: bool) -> u64 {
-        let now = self.now;
+        let now = self.scratch.now;
         self.scratch.leaving.terminating = u8::from(terminating);
         (self.scratch.leaving.address, self.scratch.leaving.backend_id) = (*address, id);
         if let Some(seen) = maps::LEAVING.get_ptr_mut(&self.scratch.leaving) {
@@ -237,16 +253,17 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(always)]
     fn previous(&mut self) -> Option<Previous> {
-        copy!(maps::PREVIOUS, &self.scratch.client_service)
+        copy!(maps::PREVIOUS, self.client_service())
             .filter(|previous| previous.generation == Config::generation())
     }
 
     #[inline(never)]
     fn set_previous(&mut self, from: u32) {
         let address = self.address(from);
+        self.client_service();
         let previous = &mut self.scratch.previous;
         (previous.backend_address, previous.backend_id) = (address, from);
-        (previous.moved_at, previous.generation) = (self.now, Config::generation());
+        (previous.moved_at, previous.generation) = (self.scratch.now, Config::generation());
         // A full LRU evicts the oldest.
         let _: Result<(), i32> =
             maps::PREVIOUS.insert(&self.scratch.client_service, &self.scratch.previous, 0);
@@ -254,25 +271,26 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(never)]
     fn report(&mut self, kind: u8, from: u32, to: u32) {
-        let key = &mut self.scratch.report;
-        (key.service, key.client) = (self.scratch.client_service.service, self.scratch.client_service.client);
-        (key.service_port, key.from_id, key.kind) = (self.scratch.client_service.service_port, from, kind);
-        if !report::due(&self.scratch.report, self.now) {
+        let client = self.outer().source.mapped();
+        let (key, service) = (&mut self.scratch.report, &self.scratch.service);
+        (key.service, key.client) = (service.address, client);
+        (key.service_port, key.from_id, key.kind) = (service.port, from, kind);
+        if !report::due(&self.scratch.report, self.scratch.now) {
             return;
         }
         report::send(|event| {
-            event.time = self.now;
+            event.time = self.scratch.now;
             event.client = self.scratch.report.client;
             event.service = self.scratch.report.service;
             event.from = self.address(from);
             event.to = self.address(to);
             event.from_id = from;
             event.to_id = to;
-            event.egress = self.service.egress;
+            event.egress = self.scratch.egress;
             event.service_port = self.scratch.report.service_port;
             event.client_port = self.outer().source_port;
             event.kind = kind;
-            event.mode = self.service.mode;
+            event.mode = self.scratch.mode;
             event.pad = [0; 6];
         });
     }
@@ -292,15 +310,15 @@ impl<F: Family> World for ClientWorld<F> {
         let address = self.address(id);
         let flow = &mut self.scratch.new_flow;
         (flow.backend_address, flow.backend_id) = (address, id);
-        (flow.last_seen, flow.generation, flow.flags) = (self.now, Config::generation(), flags);
+        (flow.last_seen, flow.generation, flow.flags) = (self.scratch.now, Config::generation(), flags);
         // A full LRU evicts; a flow that is not remembered is only not drained.
         let _: Result<(), i32> = maps::INNER_FLOWS.insert(&self.scratch.flow, &self.scratch.new_flow, 0);
     }
 
     #[inline(always)]
     fn memory_since(&self) -> u64 {
-        if self.service.tracked_since > Config::guarded_since() {
-            self.service.tracked_since
+        if self.scratch.tracked_since > Config::guarded_since() {
+            self.scratch.tracked_since
         } else {
             Config::guarded_since()
         }
@@ -320,18 +338,18 @@ impl<F: Family> World for ClientWorld<F> {
                 DrainChange::Started => {
                     atomic::add(&raw mut (*stats).flows, 1);
                     atomic::add(&raw mut (*stats).started, 1);
-                    (*stats).last_packet = self.now;
+                    (*stats).last_packet = self.scratch.now;
                 }
-                DrainChange::Seen => (*stats).last_packet = self.now,
+                DrainChange::Seen => (*stats).last_packet = self.scratch.now,
                 DrainChange::Ended => {
                     atomic::add(&raw mut (*stats).flows, u64::MAX);
                     atomic::add(&raw mut (*stats).ended, 1);
-                    (*stats).last_end = self.now;
+                    (*stats).last_end = self.scratch.now;
                 }
                 DrainChange::Cut => {
                     atomic::add(&raw mut (*stats).flows, u64::MAX);
                     atomic::add(&raw mut (*stats).cut, 1);
-                    (*stats).last_end = self.now;
+                    (*stats).last_end = self.scratch.now;
                 }
             }
         }

@@ -3,7 +3,7 @@
 use super::{
     COARSE, DRAIN_PORTS, DrainChange, IDLE, Judgement, PREVIOUS_MEMORY, RETRIES, SETTLE, State, Unmarked,
     World, drain_port, is_reserved_port, judge,
-    put::{Put, put, read, select},
+    put::{Put, put, read},
     state::Memory,
 };
 use crate::{
@@ -26,10 +26,21 @@ enum Step {
 ///
 /// After a lost race the entry is read again, at most twice. Where the flow belongs, and which backend is live, was found
 /// out once and stays: one verdict per backend and packet.
-#[inline(never)]
+#[inline(always)]
 pub(super) fn drain(world: &mut impl World, state: &mut State) {
-    recall(world, state);
     read(world, &state.master, state.port, Unmarked::Awhile, &mut state.read);
+    recall(world, state);
+    if state.read.valid && state.read.backend.usable && state.flow_is_on(state.read.backend.id) {
+        // D1 at its simplest, which is nearly every packet.
+        state.outcome.reason = Reason::Healthy;
+        note(world, state, state.read.backend.id, 0);
+        return;
+    }
+    drain_further(world, state);
+}
+
+#[inline(never)]
+fn drain_further(world: &mut impl World, state: &mut State) {
     find_home(world, state);
     if !state.home.keeps {
         find_target(world, state);
@@ -56,7 +67,7 @@ pub(super) fn drain(world: &mut impl World, state: &mut State) {
 }
 
 /// Looks the packet's tuple up in the memory of flows.
-#[inline(never)]
+#[inline(always)]
 fn recall(world: &mut impl World, state: &mut State) {
     let Some(flow) = world.flow() else { return };
     let anew = match world.flow_packet() {
@@ -66,16 +77,17 @@ fn recall(world: &mut impl World, state: &mut State) {
     };
     state.flow = flow;
     state.memory = if anew { Memory::Earlier } else { Memory::Known };
-    state.in_place = match world.backend(flow.backend_id) {
-        Some(backend) => backend.address == state.flow.backend_address,
-        None => false,
+    state.in_place = if state.read.backend.present && state.read.backend.id == flow.backend_id {
+        state.read.address == flow.backend_address
+    } else {
+        world.backend(flow.backend_id).is_some_and(|backend| backend.address == flow.backend_address)
     };
 }
 
 /// Finds the backend that the packet's flow must stay on; `state.home.keeps` when there is one.
 #[inline(never)]
 fn find_home(world: &mut impl World, state: &mut State) {
-    state.home = Judgement::absent(0);
+    state.home.keeps = false;
     if state.memory == Memory::Known && state.in_place {
         judge_home(world, state, state.flow.backend_id);
         if state.home.keeps {
@@ -241,7 +253,7 @@ fn find_target(world: &mut impl World, state: &mut State) {
         return;
     }
     state.first_only = true;
-    select(world, state);
+    world.select(state);
     state.outcome.reason =
         if is_reserved_port(state.port) { Reason::ReservedPort } else { Reason::WouldMove };
     if state.live.usable {
@@ -314,15 +326,23 @@ fn leave_behind(world: &mut impl World, state: &mut State, id: u32) {
 }
 
 /// Remembers a packet of the flow on the backend `id`, and keeps count of the flows on a leaving one.
-#[inline(never)]
+#[inline(always)]
 fn note(world: &mut impl World, state: &mut State, id: u32, more_flags: u32) {
-    let same = state.flow_is_on(id);
-    let before = if same { state.flow.flags } else { 0 };
     let ended = if world.flow_packet() == FlowPacket::Closing { FLOW_ENDED } else { 0 };
-    let flags = before | more_flags | ended;
-    if same && flags == before && world.now().saturating_sub(state.flow.last_seen) < COARSE {
+    let more_flags = more_flags | ended;
+    if state.flow_is_on(id)
+        && state.flow.flags & more_flags == more_flags
+        && world.now().saturating_sub(state.flow.last_seen) < COARSE
+    {
         return;
     }
+    note_anew(world, state, id, more_flags);
+}
+
+#[inline(never)]
+fn note_anew(world: &mut impl World, state: &mut State, id: u32, more_flags: u32) {
+    let before = if state.flow_is_on(id) { state.flow.flags } else { 0 };
+    let flags = before | more_flags;
     leave_behind(world, state, id);
     if flags & FLOW_DRAINED != 0 {
         count_drained(world, id, before, flags);

@@ -145,14 +145,25 @@ const fn before(time: u64, limit: u64) -> u64 {
 /// Judges the backend `id`, which is named by an entry of the packet's service.
 #[inline(never)]
 pub fn judge(world: &mut impl World, id: u64, unmarked: Unmarked, out: &mut Judgement) {
+    let mut address = [0; 16];
+    judge_here(world, id, unmarked, out, &mut address);
+}
+
+/// As [`judge`], inlined; tells the backend's address too when it is present.
+#[inline(always)]
+pub(super) fn judge_here(
+    world: &mut impl World,
+    id: u64,
+    unmarked: Unmarked,
+    out: &mut Judgement,
+    address: &mut [u8; 16],
+) {
     // Ids are 32 bits wide; an entry with more set names no backend.
-    let Ok(id) = u32::try_from(id) else {
-        *out = Judgement::absent(0);
+    let (Ok(id), Some(backend)) = (u32::try_from(id), world.backend(id as u32)) else {
+        out.clear(u32::try_from(id).unwrap_or(0));
         return;
     };
-    *out = Judgement::absent(id);
-    let Some(backend) = world.backend(id) else { return };
-    out.present = true;
+    *address = backend.address;
     let now = world.now();
     let (marked, keep_until, since, valid_until) = match world.mark(&backend.address) {
         Some(found) => (found.state, found.keep_until, found.since, found.valid_until),
@@ -168,6 +179,7 @@ pub fn judge(world: &mut impl World, id: u64, unmarked: Unmarked, out: &mut Judg
     );
     // The mask is for the verifier.
     let verdict = VERDICTS.get(index & (VERDICTS_LENGTH - 1)).copied().unwrap_or(0);
+    (out.id, out.present, out.began) = (id, true, 0);
     out.verdict(verdict);
     if verdict & SINCE_MARK != 0 {
         out.began = since;
@@ -182,6 +194,13 @@ pub fn judge(world: &mut impl World, id: u64, unmarked: Unmarked, out: &mut Judg
 }
 
 impl Judgement {
+    /// Makes it [`Self::absent`], field by field: as a whole it would be a call of memset.
+    #[inline(always)]
+    pub(super) fn clear(&mut self, id: u32) {
+        (self.began, self.id) = (0, id);
+        (self.present, self.usable, self.keeps) = (false, false, false);
+    }
+
     #[inline(always)]
     fn verdict(&mut self, verdict: u8) {
         self.usable = verdict & USABLE != 0;

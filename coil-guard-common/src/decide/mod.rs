@@ -16,6 +16,7 @@ mod reset;
 mod state;
 
 pub use judge::{Judgement, Unmarked, judge};
+pub use put::select;
 pub use state::{Master, Outcome, Read, State};
 
 use crate::{
@@ -111,6 +112,14 @@ pub trait World {
     fn mark(&mut self, address: &[u8; 16]) -> Option<BackendMark>;
     /// 1 when the agent's set of READY marks is complete at this moment, else 0.
     fn heartbeat_fresh(&mut self) -> u64;
+    /// [`select`], out of line where the caller's verifier wants that.
+    #[inline(always)]
+    fn select(&mut self, state: &mut State)
+    where
+        Self: Sized,
+    {
+        select(self, state);
+    }
     /// When the program first saw this backend leaving, apart for one that Cilium calls terminating; notes it if it never did.
     fn leaving_since(&mut self, address: &[u8; 16], id: u32, terminating: bool) -> u64;
     /// How long a backend that left by Cilium's state alone is drained, ns.

@@ -1,6 +1,6 @@
 //! Changing a service entry, and choosing what to change it to.
 
-use super::{Entry, Judgement, MAX_SLOTS, Master, Read, State, Unmarked, World, judge};
+use super::{Entry, MAX_SLOTS, Master, Read, State, Unmarked, World, judge, judge::judge_here};
 use crate::counters::Reason;
 
 /// Reads the service entry under `port`.
@@ -16,14 +16,14 @@ pub(super) fn read(
         Some(entry) => {
             out.entry = entry;
             out.exists = true;
-            judge(world, entry.backend_id, unmarked, &mut out.backend);
+            judge_here(world, entry.backend_id, unmarked, &mut out.backend, &mut out.address);
             out.valid = out.backend.present && out.entry.rev_nat_index == master.rev_nat_index;
         }
         None => {
             out.entry = Entry { backend_id: 0, rev_nat_index: [0; 2] };
             out.exists = false;
             out.valid = false;
-            out.backend = Judgement::absent(0);
+            out.backend.clear(0);
         }
     }
 }
@@ -67,11 +67,11 @@ pub(super) fn put(world: &mut impl World, master: &Master, port: [u8; 2], read: 
 /// packet are used again.
 ///
 /// With `state.first_only` it stops at the first usable backend, and `all_usable` means nothing.
-#[inline(never)]
-pub(super) fn select(world: &mut impl World, state: &mut State) {
-    state.live = Judgement::absent(0);
-    state.present = Judgement::absent(0);
-    state.favourite = Judgement::absent(0);
+#[inline(always)]
+pub fn select(world: &mut impl World, state: &mut State) {
+    state.live.clear(0);
+    state.present.clear(0);
+    state.favourite.clear(0);
     // Of what is not looked at nothing is known.
     state.all_usable = state.master.count <= MAX_SLOTS;
     if state.master.affinity {
@@ -80,16 +80,21 @@ pub(super) fn select(world: &mut impl World, state: &mut State) {
     if state.master.count == 0 || (state.first_only && state.live.usable) {
         return;
     }
-    let start = (world.spread(!state.master.affinity) % u32::from(state.master.count)) as u16;
+    // In 32 bits: start and step of a service with 65,535 slots sum to more than 16 hold.
+    let count = u32::from(state.master.count);
+    let start = world.spread(!state.master.affinity) % count;
     let mut step = 0;
-    while step < MAX_SLOTS && step < state.master.count {
-        // Where the sum wraps, of 65,521 slots and more, it is still one of them.
-        let mut slot = start.wrapping_add(step);
-        if slot >= state.master.count {
-            slot -= state.master.count;
+    while step < u32::from(MAX_SLOTS) {
+        // Read anew each time: a bound made of the two before the loop is one that the verifier loses sight of.
+        if step >= u32::from(state.master.count) {
+            return;
+        }
+        let mut slot = start + step;
+        if slot >= count {
+            slot -= count;
         }
         step += 1;
-        look_at_slot(world, state, slot + 1);
+        look_at_slot(world, state, slot as u16 + 1);
         if state.first_only && state.live.usable {
             return;
         }

@@ -2,13 +2,13 @@
 
 use super::{
     COARSE, IDLE, RETRIES, State, Unmarked, World, is_reserved_port,
-    put::{Put, put, read, select},
+    put::{Put, put, read},
 };
 use crate::{abi::event, counters::Reason, inner::FlowPacket};
 
 /// Every flow leaves a backend that keeps nothing, with this packet, if there is a live one. In audit, that is only
 /// counted and reported, along with whether drain would have kept the flow; nothing of Cilium's is written.
-#[inline(never)]
+#[inline(always)]
 pub(super) fn reset(world: &mut impl World, state: &mut State) {
     look(world, state);
     if state.outcome.reason == Reason::Healthy && !state.act {
@@ -28,7 +28,7 @@ pub(super) fn reset(world: &mut impl World, state: &mut State) {
 }
 
 /// Finds out whether the packet's entry has to name `state.live` instead: the outcome is then `WouldMove`.
-#[inline(never)]
+#[inline(always)]
 fn look(world: &mut impl World, state: &mut State) {
     read(world, &state.master, state.port, Unmarked::No, &mut state.read);
     if state.read.valid && state.read.backend.keeps {
@@ -41,7 +41,7 @@ fn look(world: &mut impl World, state: &mut State) {
     }
     // A flow that is bound needs one live backend; one that is not is left to Cilium if all of them are.
     state.first_only = state.read.valid;
-    select(world, state);
+    world.select(state);
     if !state.read.valid && state.all_usable {
         state.outcome.reason = Reason::LeftToCilium;
     } else if state.live.usable {
@@ -90,7 +90,7 @@ fn is_old(world: &mut impl World) -> bool {
     }
 }
 
-#[inline(never)]
+#[inline(always)]
 fn remember(world: &mut impl World, id: u32) {
     let now = world.now();
     let known =

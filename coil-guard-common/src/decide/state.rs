@@ -19,11 +19,14 @@ pub struct Master {
 
 /// A service entry and the verdict about the backend that it names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
 pub struct Read {
     /// As it was read; zeros when there is none.
     pub entry: Entry,
     /// Of the backend that the entry names; absent when there is no entry.
     pub backend: Judgement,
+    /// Of that backend; means nothing when it is absent.
+    pub address: [u8; 16],
     /// There is an entry.
     pub exists: bool,
     /// The entry is one that Cilium would follow.
@@ -34,6 +37,7 @@ impl Read {
     const NONE: Self = Self {
         entry: Entry { backend_id: 0, rev_nat_index: [0; 2] },
         backend: Judgement::absent(0),
+        address: [0; 16],
         exists: false,
         valid: false,
     };

@@ -7,11 +7,7 @@ use aya_ebpf::{
     helpers::{bpf_skb_load_bytes, bpf_skb_store_bytes},
     programs::TcContext,
 };
-use coil_guard_common::{
-    checksum::{self, Sum},
-    packet::{Header, Load},
-};
-use network_types::udp::UdpHdr;
+use coil_guard_common::packet::{Header, Load, NEAR};
 
 /// The packet at hand.
 pub(crate) struct Packet<'a> {
@@ -29,23 +25,44 @@ impl<'a> Packet<'a> {
         self.context.skb.skb
     }
 
-    /// Stores the outer source port and what the checksum then has to be. `pseudo` is the sum over the addresses.
-    #[inline(always)]
-    pub(crate) fn set_source_port(&self, udp: u32, addresses: Sum, port: [u8; 2]) {
-        let Some(header) = self.load::<UdpHdr>(udp) else { return };
-        let pseudo = addresses.word([0, coil_guard_common::cilium::PROTO_UDP]).word(header.len);
-        if let Some(checksum) = checksum::after_port_change(header.check, pseudo, header.src, port) {
-            self.store(udp + core::mem::offset_of!(UdpHdr, check) as u32, checksum);
-        }
-        self.store(udp + core::mem::offset_of!(UdpHdr, src) as u32, port);
-    }
-
     /// Stores two bytes of a header that was read before. It can fail only for want of memory to un-share the packet: the
     /// first store then fails and so does the second, and the packet goes on under its old port.
     #[inline(always)]
-    fn store(&self, offset: u32, bytes: [u8; 2]) {
+    pub(crate) fn store(&self, offset: u32, bytes: [u8; 2]) {
         // SAFETY: the pointer is to two initialised bytes.
         unsafe { bpf_skb_store_bytes(self.skb().cast(), offset, bytes.as_ptr().cast(), 2, 0) };
+    }
+}
+
+/// A packet whose first [`NEAR`] bytes are in its linear part, which can be read without a helper: all packets of tunnels
+/// and sockets.
+pub(crate) struct LinearPacket<'a> {
+    packet: &'a Packet<'a>,
+    start: *const u8,
+}
+
+impl<'a> LinearPacket<'a> {
+    /// `None` when it is not such a packet.
+    #[inline(always)]
+    pub(crate) fn of(packet: &'a Packet<'a>) -> Option<Self> {
+        let (start, end) = (packet.context.data(), packet.context.data_end());
+        (start + NEAR as usize <= end).then_some(Self { packet, start: start as *const u8 })
+    }
+}
+
+impl Load for LinearPacket<'_> {
+    #[inline(always)]
+    fn load<T: Header>(&self, offset: u32) -> Option<T> {
+        self.packet.load(offset)
+    }
+
+    #[inline(always)]
+    fn load_near<T: Header>(&self, offset: u32) -> Option<T> {
+        if offset as usize + size_of::<T>() > NEAR as usize {
+            return self.load(offset);
+        }
+        // SAFETY: in bounds, see `of`; Header allows any bytes and has alignment 1.
+        Some(unsafe { self.start.add(offset as usize).cast::<T>().read() })
     }
 }
 
