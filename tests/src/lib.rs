@@ -1,5 +1,6 @@
 //! The lab. See `README.md` beside this crate for what it models and what it does not.
 
+pub mod bench;
 pub mod cilium;
 pub mod demo;
 pub mod fou;

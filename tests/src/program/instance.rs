@@ -130,11 +130,28 @@ impl Instance {
     ///
     /// When the agent was built without a program, or the kernel refuses it.
     pub fn load(directory: &Path, version: CiliumVersion, config: &PodConfig, sizes: Sizes) -> Result<Self> {
+        match env::var_os(OBJECT_VARIABLE) {
+            Some(path) => {
+                let object = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+                Self::load_object(&object, directory, version, config, sizes)
+            }
+            None => Self::load_object(coil_guard::datapath::OBJECT, directory, version, config, sizes),
+        }
+    }
+
+    /// As [`Self::load`], another build of the program.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::load`].
+    pub fn load_object(
+        object: &[u8],
+        directory: &Path,
+        version: CiliumVersion,
+        config: &PodConfig,
+        sizes: Sizes,
+    ) -> Result<Self> {
         let cilium = CiliumMaps::create(directory, MapOptions::new(version))?;
-        let object = match env::var_os(OBJECT_VARIABLE) {
-            Some(path) => fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?,
-            None => coil_guard::datapath::OBJECT.to_vec(),
-        };
         ensure!(
             !object.is_empty(),
             "this build has no eBPF program: run `cargo xtask setup`, then build again"
@@ -176,7 +193,7 @@ impl Instance {
         for (name, path) in &bound {
             loader.map_pin_path(name, path);
         }
-        let mut ebpf = loader.load(&object).context("cannot read the program's object")?;
+        let mut ebpf = loader.load(object).context("cannot read the program's object")?;
         let prepare = began.elapsed();
         let program: &mut SchedClassifier =
             ebpf.program_mut(PROGRAM).context("the object has no program")?.try_into()?;
@@ -352,13 +369,15 @@ impl Instance {
         Ok(output)
     }
 
-    /// Runs one packet `times` times and gives the mean time of a run.
+    /// Runs one packet `times` times, one after the other in the kernel, each on what the one before it left. Gives the
+    /// mean time of a run as the kernel measured it.
     ///
     /// # Errors
     ///
     /// When the kernel refuses.
-    pub fn time(&self, frame: &[u8], times: u32) -> Result<Duration> {
-        time(self.program()?, frame, times)
+    pub fn repeat(&self, frame: &[u8], times: u32) -> Result<Duration> {
+        let options = TestRunOptions { data_in: Some(frame), repeat: times, ..TestRunOptions::new() };
+        Ok(self.program()?.test_run(options)?.duration)
     }
 
     /// Runs one packet and tells everything that it did.
@@ -391,12 +410,6 @@ fn difference(after: &EgressCounters, before: &EgressCounters) -> EgressCounters
         *difference = after - before;
     }
     zerocopy::transmute!(difference)
-}
-
-/// Mean time of a run of any classifier.
-pub(crate) fn time(program: &SchedClassifier, frame: &[u8], times: u32) -> Result<Duration> {
-    let options = TestRunOptions { data_in: Some(frame), repeat: times, ..TestRunOptions::new() };
-    Ok(program.test_run(options)?.duration)
 }
 
 /// CLOCK_MONOTONIC, ns: the program's clock.

@@ -11,5 +11,5 @@ mod scene;
 pub use self::{
     instance::{Counters, Instance, Load, Run, Sizes, monotonic},
     rng::Rng,
-    scene::{CLIENT_GENERATION, Checksum, EGRESS, REV_NAT, Scene, address_of, pod_config, udp_offset},
+    scene::{CLIENT_GENERATION, Checksum, EGRESS, REV_NAT, Scene, address_of, bytes, pod_config, udp_offset},
 };

@@ -112,8 +112,13 @@ impl Scene {
         sizes: Sizes,
         config: &PodConfig,
     ) -> Result<Self> {
-        let guard = Instance::load(directory, version, config, sizes)?;
-        Ok(Self { guard, family: IpFamily::V4, backend_port: FOU_PORT, version })
+        Ok(Self::new(Instance::load(directory, version, config, sizes)?, version))
+    }
+
+    /// A scene on an instance that was loaded over the maps of `version`.
+    #[must_use]
+    pub fn new(guard: Instance, version: CiliumVersion) -> Self {
+        Self { guard, family: IpFamily::V4, backend_port: FOU_PORT, version }
     }
 
     /// Starts anew: the service guarded in `mode` by a living agent, backends 1 and 2 active, ready and in the slots, no
@@ -567,9 +572,13 @@ impl Scene {
     ///
     /// When the map cannot be written.
     pub fn seen_leaving(&mut self, id: u32, age: u64) -> Result<()> {
-        let key = LeavingKey { address: mapped(address_of(self.family, id)), backend_id: id };
-        let value = LeavingSeen { first: monotonic() - age, last: monotonic() };
-        self.guard.set(maps::LEAVING, &key, &value)
+        let (address, now) = (mapped(address_of(self.family, id)), monotonic());
+        let value = LeavingSeen { first: now - age, last: now };
+        for terminating in [0, 1] {
+            let key = LeavingKey { address, backend_id: id, terminating, pad: [0; 3] };
+            self.guard.set(maps::LEAVING, &key, &value)?;
+        }
+        Ok(())
     }
 
     /// Memory of an inner flow of an unfragmented TCP or UDP packet.
@@ -588,7 +597,7 @@ impl Scene {
 }
 
 /// Bytes of an inner packet.
-pub(crate) fn bytes(inner: &InnerPacket) -> Vec<u8> {
+pub fn bytes(inner: &InnerPacket) -> Vec<u8> {
     inner.build(Tag { stream: 1, sequence: 1 })
 }
 

@@ -320,7 +320,7 @@ fn a_backend_that_cilium_alone_calls_terminating_is_drained_for_a_while() -> Res
             scene.unmark(id)?;
         }
         for (age, reason) in
-            [(0, Reason::Drained), (4_000_000_000, Reason::Drained), (5_000_000_000, Reason::Cut)]
+            [(0, Reason::Drained), (4_000_000_000, Reason::Drained), (5_050_000_000, Reason::Cut)]
         {
             if age > 0 {
                 scene.seen_leaving(1, age)?;

@@ -289,7 +289,10 @@ fn judge(scene: &Scene, frame: &[u8], key: &[u8], before: Option<&Vec<u8>>, afte
 /// Packets counted under a verdict that comes with another source port.
 fn rewritten(scene: &Scene) -> Result<u64> {
     let counters = scene.guard.counters()?;
-    Ok([Reason::Drained, Reason::Settling, Reason::NoLive].into_iter().map(|reason| counters.of(reason)).sum())
+    Ok([Reason::Drained, Reason::Settling, Reason::NoLive]
+        .into_iter()
+        .map(|reason| counters.of(reason))
+        .sum())
 }
 
 /// Nothing but the outer source port, now a drain port, and the checksum behind it differs.

@@ -15,12 +15,10 @@ use coil_guard_tests::{
 use crate::support::each_family;
 
 /// Not reached here, with the reason.
-const ELSEWHERE: [(Reason, &str); 1] = [
-    (
-        Reason::Contended,
-        "needs other CPUs that change the entry three times between a read and a write; see the property tests",
-    ),
-];
+const ELSEWHERE: [(Reason, &str); 1] = [(
+    Reason::Contended,
+    "needs other CPUs that change the entry three times between a read and a write; see the property tests",
+)];
 
 type Setup = fn(&mut Scene, &mut Vec<u8>) -> Result<()>;
 

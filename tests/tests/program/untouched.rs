@@ -148,7 +148,7 @@ fn a_service_counts_as_guarded_until_it_expires() -> Result<()> {
     each_family(|scene, family| {
         leaving(scene, family, mode::RESET)?;
         let frame = scene.frame(FOU_PORT, &scene.tcp(1, tcp::SYN));
-        scene.guarded_until(mode::RESET, 0, monotonic() - 1, 1)?;
+        scene.guarded_until(mode::RESET, 0, monotonic() - 20_000_000, 1)?;
         let run = scene.run(&frame)?;
         ensure!(run.reason == Reason::NotGuarded, "{:?}", run.reason);
         ensure_untouched(&frame, &run)?;
