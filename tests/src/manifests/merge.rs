@@ -45,7 +45,7 @@ pub(super) fn strategic(target: &mut Value, patch: &Value) -> Result<()> {
 }
 
 fn elements(list: &mut Vec<Value>, key: &str, patch: &[Value]) -> Result<()> {
-    let mut new = Vec::new();
+    let mut first = Vec::new();
     for element in patch {
         let id = element.get(key).with_context(|| format!("an element has no {key}: {element}"))?;
         let at = list.iter().position(|old| old.get(key) == Some(id));
@@ -53,16 +53,15 @@ fn elements(list: &mut Vec<Value>, key: &str, patch: &[Value]) -> Result<()> {
             (Some("delete"), Some(at)) => drop(list.remove(at)),
             (Some("delete"), None) => bail!("there is no {key} {id} to delete"),
             (Some(other), _) => bail!("{DIRECTIVE}: {other} is not understood"),
-            (None, Some(at)) => strategic(&mut list[at], element)?,
-            (None, None) => {
-                let mut made = Value::Null;
-                strategic(&mut made, element)?;
-                new.push(made);
+            (None, at) => {
+                let mut merged = at.map_or(Value::Null, |at| list.remove(at));
+                strategic(&mut merged, element)?;
+                first.push(merged);
             }
         }
     }
-    // kustomize puts what is new first.
-    list.splice(0..0, new);
+    // kustomize puts what the patch names first, in the patch's order.
+    list.splice(0..0, first);
     Ok(())
 }
 
@@ -86,7 +85,7 @@ mod tests {
         let env = json!([{"name": "L", "value": "2"}, {"name": "K", "value": "3"}]);
         assert_eq!(
             target,
-            json!({"containers": [{"name": "b"}, {"name": "a", "args": ["y", "z"], "env": env}]})
+            json!({"containers": [{"name": "a", "args": ["y", "z"], "env": env}, {"name": "b"}]})
         );
     }
 

@@ -56,8 +56,9 @@ fn cleanup_removes_everything_and_stays(attach: &'static str) -> Result<()> {
         let mut cleanup = command(binary()?);
         cleanup.args(["cleanup", "--stay"]).stdout(Stdio::piped());
         let mut cleanup = Process(cleanup.spawn()?);
-        let output = BufReader::new(cleanup.0.stdout.take().context("no output")?);
-        let first = output.lines().next().context("it printed nothing")??;
+        // Kept open: it goes on printing.
+        let mut output = BufReader::new(cleanup.0.stdout.take().context("no output")?).lines();
+        let first = output.next().context("it printed nothing")??;
         ensure!(first.starts_with("removed "), "{attach}: {first}");
         scenario.wait_detached(0)?;
         eventually("empty pin directory", scenario.patience(), || {

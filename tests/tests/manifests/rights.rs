@@ -30,8 +30,12 @@ fn the_agent_works_with_exactly_the_rights_of_its_role() -> Result<()> {
         };
         scenario.cluster.set_mode(NAMESPACE, EGRESS, Some("reset"))?;
         eventually("created event", scenario.patience(), || Ok(written("create")))?;
+        // Back, and seen to be: two changes within one turn of the agent are none.
         scenario.cluster.set_mode(NAMESPACE, EGRESS, Some("audit"))?;
-        scenario.cluster.set_mode(NAMESPACE, EGRESS, Some("reset"))?;
+        eventually("audit", scenario.patience(), || {
+            let services = scenario.agent()?.metric("coil_guard_guarded_services", &["mode=\"audit\""])?;
+            Ok(if services > 0.0 { Ok(()) } else { Err(services) })
+        })?;
         eventually("patched event", EVENT_PATIENCE, || Ok(written("patch")))?;
 
         let calls = api.calls();
