@@ -115,7 +115,6 @@ pub(crate) fn require_bpffs(path: &Path) -> Result<(), DatapathError> {
         match statfs(at) {
             Ok(stat) if stat.filesystem_type() == BPF_FS_MAGIC => return Ok(()),
             Ok(stat) => {
-                #[expect(clippy::unnecessary_cast, reason = "its type differs between targets")]
                 let found = stat.filesystem_type().0 as u64;
                 return Err(DatapathError::NotBpffs { path: path.to_owned(), found });
             }

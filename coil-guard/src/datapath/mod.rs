@@ -84,6 +84,7 @@ pub struct Datapath {
 
 /// Outcome of [`Datapath::try_open`].
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "there is one of it, and it is taken apart at once")]
 pub enum Opened {
     /// It is ours.
     Datapath(Datapath),

@@ -203,7 +203,7 @@ impl Egresses {
         let size = map.info().map_err(map_error("inspect", EGRESSES))?.max_entries();
         let map: HashMap<_, EgressKey, u32> = typed(map, EGRESSES)?;
         let mut by_name = BTreeMap::new();
-        for entry in map.iter() {
+        for entry in &map {
             let (key, index) = entry.map_err(map_error("read", EGRESSES))?;
             by_name.extend(name_of(&key).map(|name| (name, index)));
         }

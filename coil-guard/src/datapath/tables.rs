@@ -79,11 +79,11 @@ impl Tables {
             services_renewed: None,
             heartbeat_sent: None,
         };
-        for entry in tables.services.iter() {
+        for entry in &tables.services {
             let (key, value) = entry.map_err(map_error("read", maps::GUARDED_SERVICES))?;
             tables.have_services.insert(key_bytes(&key), value);
         }
-        for entry in tables.marks.iter() {
+        for entry in &tables.marks {
             let (key, value) = entry.map_err(map_error("read", maps::BACKEND_MARKS))?;
             tables.have_marks.insert(key, value);
         }

@@ -42,7 +42,7 @@ fn services_marks_and_heartbeat_are_what_the_plan_says() {
         ]
         .into()
     );
-    assert_eq!(snapshot.marks[&ip("10.1.0.1")].since, Monotonic(7));
+    assert_eq!(snapshot.marks[&ip("10.1.0.1")].since, now, "since when it is written");
     let guarded = &snapshot.services[&service()];
     assert_eq!((guarded.mode, guarded.egress.clone()), (Mode::Drain, Some(egress())));
     assert_eq!(guarded.tracked_since, Some(now));
