@@ -97,6 +97,43 @@ pub enum DatapathError {
         /// Why not.
         source: ProgramError,
     },
+    /// The kernel's verifier refuses the program.
+    #[error(
+        "the kernel ({kernel}) refuses the program: {source}; its verifier says: {verifier}. Pods whose program is attached \
+         already stay guarded by that one, others are not guarded: go back to the version before, see that the agent has the \
+         capabilities of its manifest, and report this with the output of `coil-guard check`"
+    )]
+    Refused {
+        /// Its release.
+        kernel: String,
+        /// The last lines of the verifier's log.
+        verifier: String,
+        /// What the system call answered.
+        source: io::Error,
+    },
+}
+
+/// The verifier tells why in its last lines.
+const VERIFIER_LINES: usize = 3;
+
+/// What the verifier went through, and for how long: another each time, so that a refusal would be told again and again.
+fn is_statistics(line: &str) -> bool {
+    line.is_empty()
+        || ["processed ", "verification time ", "stack depth "].iter().any(|start| line.starts_with(start))
+}
+
+impl DatapathError {
+    pub(crate) fn refused(source: io::Error, log: &str) -> Self {
+        let name = nix::sys::utsname::uname();
+        let release = name.as_ref().map(|name| name.release().to_string_lossy().into_owned());
+        let lines: Vec<_> = log.lines().map(str::trim).filter(|line| !is_statistics(line)).collect();
+        let last = &lines[lines.len().saturating_sub(VERIFIER_LINES)..];
+        Self::Refused {
+            kernel: format!("Linux {}", release.as_deref().unwrap_or("of unknown release")),
+            verifier: if last.is_empty() { "nothing".to_owned() } else { last.join("; ") },
+            source,
+        }
+    }
 }
 
 /// An error with its causes, on one line.
@@ -112,4 +149,21 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
         source = cause.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_is_one_sentence_with_the_verifiers_last_words() {
+        let log = "0: (bf) r6 = r1\n1: x\n2: y\n\nR3 pointer arithmetic prohibited\nverification time 4 usec\nprocessed 7 insns (limit 1000000)\n";
+        let text = DatapathError::refused(io::Error::from_raw_os_error(libc::EACCES), log).to_string();
+        assert!(!text.contains('\n') && !text.contains("r6 = r1") && !text.contains("usec"), "{text}");
+        for part in ["Linux ", "Permission denied", "y; R3 pointer arithmetic prohibited. Pods", "check"] {
+            assert!(text.contains(part), "{part:?} is not in {text}");
+        }
+        let text = DatapathError::refused(io::Error::from_raw_os_error(libc::E2BIG), "").to_string();
+        assert!(text.contains("verifier says: nothing"), "{text}");
+    }
 }

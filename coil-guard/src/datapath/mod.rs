@@ -125,6 +125,8 @@ pub struct Progress {
     pub failing: usize,
     /// Whether Cilium's maps are bound; `None` before the first look.
     pub bound: Option<bool>,
+    /// Why the kernel refuses the program of one of these pods, while it does.
+    pub refused: Option<String>,
     /// Whether the worker has looked at everything in the latest plan once.
     pub settled: bool,
 }

@@ -39,6 +39,11 @@ impl PodError {
         matches!(self, Self::NoAddress | Self::Namespace(_))
     }
 
+    /// Whether the kernel refuses the program itself.
+    pub(crate) fn is_refusal(&self) -> bool {
+        matches!(self, Self::Datapath(DatapathError::Refused { .. }))
+    }
+
     /// Longest time between two attempts.
     pub(crate) fn patience(&self) -> Duration {
         if self.is_not_ready() { Duration::from_secs(1) } else { Duration::from_secs(10) }

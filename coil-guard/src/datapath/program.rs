@@ -3,9 +3,9 @@
 use std::{collections::BTreeMap, path::PathBuf};
 
 use aya::{
-    Ebpf, EbpfLoader,
+    Ebpf, EbpfLoader, VerifierLogLevel,
     maps::{Map, MapData, MapInfo},
-    programs::SchedClassifier,
+    programs::{ProgramError, SchedClassifier},
 };
 use coil_guard_common::abi::{self, maps};
 
@@ -120,8 +120,8 @@ pub fn try_load() -> Result<u32, DatapathError> {
     }
     let config =
         abi::PodConfig { flags: abi::POD_HAS_IPV4 | abi::POD_HAS_IPV6, ..zerocopy::FromZeros::new_zeroed() };
-    let mut loader = EbpfLoader::new();
-    loader.btf(None).override_global(abi::POD_CONFIG, &config, true);
+    let mut loader = new_loader();
+    loader.override_global(abi::POD_CONFIG, &config, true);
     for name in
         maps::ALL.into_iter().filter(|name| ![maps::AGENT, maps::COUNTERS, maps::EVENTS].contains(name))
     {
@@ -131,13 +131,35 @@ pub fn try_load() -> Result<u32, DatapathError> {
         loader.map_max_entries(spec.object_name, ENTRIES);
     }
     let mut ebpf = loader.load(OBJECT).map_err(DatapathError::Load)?;
-    let failed = |source| DatapathError::Program { action: "load", source };
+    let info = load_program(&mut ebpf)?.info().map_err(load_error)?;
+    Ok(info.verified_instruction_count().unwrap_or(0))
+}
+
+fn new_loader<'a>() -> EbpfLoader<'a> {
+    let mut loader = EbpfLoader::new();
+    // There are no relocations against the kernel's types, and reading those takes longer than everything else. The log is
+    // what the verifier says at the end: with every instruction in it, a refused program would be verified again and again,
+    // each time with ten times the memory for the log, for half a minute.
+    loader.btf(None).verifier_log_level(VerifierLogLevel::STATS);
+    loader
+}
+
+fn load_program(ebpf: &mut Ebpf) -> Result<&mut SchedClassifier, DatapathError> {
     let program = ebpf
         .program_mut(abi::PROGRAM)
         .and_then(|program| <&mut SchedClassifier>::try_from(program).ok())
         .ok_or(DatapathError::NoProgram)?;
-    program.load().map_err(failed)?;
-    Ok(program.info().map_err(failed)?.verified_instruction_count().unwrap_or(0))
+    program.load().map_err(load_error)?;
+    Ok(program)
+}
+
+fn load_error(error: ProgramError) -> DatapathError {
+    match error {
+        ProgramError::LoadError { io_error, verifier_log } => {
+            DatapathError::refused(io_error, &verifier_log.to_string())
+        }
+        source => DatapathError::Program { action: "load", source },
+    }
 }
 
 /// Loads an instance with `config`, over the pinned own maps and what `binding` holds.
@@ -149,9 +171,8 @@ pub(crate) fn load(
     if !is_built_in() {
         return Err(DatapathError::NoProgram);
     }
-    let mut loader = EbpfLoader::new();
-    // There are no relocations against the kernel's types, and reading those takes longer than everything else.
-    loader.btf(None).override_global(abi::POD_CONFIG, config, true);
+    let mut loader = new_loader();
+    loader.override_global(abi::POD_CONFIG, config, true);
     let mut expected = BTreeMap::new();
     for name in maps::ALL {
         let path = layout.map(name);
@@ -176,13 +197,7 @@ pub(crate) fn load(
             ))));
         }
     }
-    let failed = |source| DatapathError::Program { action: "load", source };
-    let program = ebpf
-        .program_mut(abi::PROGRAM)
-        .and_then(|program| <&mut SchedClassifier>::try_from(program).ok())
-        .ok_or(DatapathError::NoProgram)?;
-    program.load().map_err(failed)?;
-    let id = program.info().map_err(failed)?.id();
+    let id = load_program(&mut ebpf)?.info().map_err(load_error)?.id();
     Ok(Instance { ebpf, id })
 }
 

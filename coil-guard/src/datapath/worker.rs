@@ -57,6 +57,8 @@ struct Pod {
     attempts: u32,
     retry_at: Option<Instant>,
     last_error: Option<String>,
+    /// The kernel refused the program the last time.
+    refused: bool,
 }
 
 /// State of the binding, as last reported.
@@ -170,6 +172,8 @@ impl Worker {
             self.check(wanted);
             self.detach_unwanted(wanted);
         }
+        // Loading takes a while: what is known already is told before.
+        self.mailbox.set_progress(version, self.progress(wanted));
         let finished = self.attach_wanted(version, wanted);
         if finished {
             self.retire_other_versions(wanted)?;
@@ -189,6 +193,7 @@ impl Worker {
                 Bound::Yes => Some(true),
                 Bound::No(_) => Some(false),
             },
+            refused: wanted_pods().find(|pod| pod.refused).and_then(|pod| pod.last_error.clone()),
             settled: false,
         }
     }

@@ -7,9 +7,9 @@ use crate::{clock::Monotonic, datapath::Progress, k8s::Watches, observe::Conditi
 /// An API server that restarts is no reason to be unready.
 const WATCH_MAY_BE_LOST: Duration = Duration::from_secs(30);
 
-/// The conditions: watches listed and following, Cilium's maps bound, every pod of the first plan looked at (`settled`; pods that
-/// come later change nothing). A pod that
-/// cannot be attached does not count, or one broken pod would stop a rollout of the agent.
+/// The conditions: watches listed and following, Cilium's maps bound, the program not refused by the kernel, every pod of the first
+/// plan looked at (`settled`; pods that come later change nothing). A pod that cannot be attached does not count, or one broken
+/// pod would stop a rollout of the agent.
 pub(super) fn conditions(
     watches: &Watches,
     progress: &Progress,
@@ -38,6 +38,8 @@ pub(super) fn conditions(
         (None, _) => Some("Cilium's maps have not been looked at yet".to_owned()),
     };
     conditions.push(Condition { name: "cilium_maps", problem: bound });
+    // Unlike a pod that cannot be found this is about the agent itself: its rollout has to stop.
+    conditions.push(Condition { name: "program", problem: progress.refused.clone() });
     let Progress { wanted, attached, failing, .. } = progress;
     let attaching =
         (!settled).then(|| format!("{attached} of {wanted} client pods attached, {failing} failing"));
@@ -71,6 +73,9 @@ mod tests {
         assert_eq!(problems(&watches, &wanted, false, at(0)), ["cilium_maps", "attachments"]);
         let unbound = Progress { bound: Some(false), settled: true, ..wanted.clone() };
         assert_eq!(problems(&watches, &unbound, true, at(0)), ["cilium_maps"]);
+        let refused =
+            Progress { bound: Some(true), refused: Some("verifier".into()), settled: true, ..wanted.clone() };
+        assert_eq!(problems(&watches, &refused, true, at(0)), ["program"]);
         let bound = Progress { bound: Some(true), settled: true, ..wanted };
         assert_eq!(problems(&watches, &bound, true, at(0)), [""; 0], "one failing pod stops nothing");
         assert_eq!(problems(&watches, &Progress::default(), true, at(0)), [""; 0], "nothing is guarded");

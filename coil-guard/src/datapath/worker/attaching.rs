@@ -153,8 +153,11 @@ impl Worker {
             pod.retry_at = Some(Instant::now());
             return;
         }
-        let retry_in = (FIRST_RETRY * 2u32.saturating_pow(pod.attempts.min(10))).min(error.patience());
+        let backoff = FIRST_RETRY * 2u32.saturating_pow(pod.attempts.min(10));
+        // A refusal does not come good by itself, and each attempt costs the verifier's time.
+        let retry_in = if error.is_refusal() { error.patience() } else { backoff.min(error.patience()) };
         pod.attempts += 1;
+        pod.refused = error.is_refusal();
         pod.retry_at = Some(Instant::now() + retry_in);
         let text = error.to_string();
         // A pod that comes up takes a moment; only what lasts is worth a word, and once.
