@@ -108,10 +108,15 @@ impl Worker {
     fn lose(&mut self, uid: &str) {
         let Some(pod) = self.pods.get_mut(uid) else { return };
         let Some(attached) = pod.attached.take() else { return };
+        if attached.attachment == Attachment::Clsact {
+            // Of a filter the record stays: it says whether the qdisc, which is still there, is ours to remove one day.
+            let known = std::mem::take(pod);
+            *pod = if known.lost { known } else { Pod { lost: true, ..Pod::default() } };
+            pod.attached = Some(attached);
+            return;
+        }
         *pod = Pod { lost: true, ..Pod::default() };
-        if attached.attachment == Attachment::Tcx
-            && let Err(error) = unpin(&self.layout.link(uid))
-        {
+        if let Err(error) = unpin(&self.layout.link(uid)) {
             self.warn(error.to_string());
         }
     }
