@@ -26,7 +26,6 @@ use crate::{
 pub const NODE: &str = "node-1";
 
 const HEALTH: ([u8; 4], u16) = ([127, 0, 0, 1], 9398);
-const METRICS: ([u8; 4], u16) = ([127, 0, 0, 1], 9397);
 const BINARY: &str = "COIL_GUARD_BINARY";
 
 /// The agent's binary: `COIL_GUARD_BINARY`, or the one beside the running test.
@@ -65,16 +64,52 @@ impl Agent {
     ///
     /// When there is no binary, or it cannot be started.
     pub fn start(api: &KubeApi, arguments: &[String]) -> Result<Self> {
+        Self::start_at(api, arguments, HEALTH.1)
+    }
+
+    /// Starts one through another program, which ends with its arguments: `setpriv`, with fewer rights.
+    ///
+    /// # Errors
+    ///
+    /// When there is no binary, or it cannot be started.
+    pub fn start_under(wrapper: &[&str], api: &KubeApi, arguments: &[String]) -> Result<Self> {
+        Self::launch(wrapper, api, arguments, HEALTH.1)
+    }
+
+    /// Starts one that serves its health at this port, and its metrics one below: for two at once.
+    ///
+    /// # Errors
+    ///
+    /// When there is no binary, or it cannot be started.
+    pub fn start_at(api: &KubeApi, arguments: &[String], health_port: u16) -> Result<Self> {
+        Self::launch(&[], api, arguments, health_port)
+    }
+
+    fn launch(wrapper: &[&str], api: &KubeApi, arguments: &[String], health_port: u16) -> Result<Self> {
         static STARTED: AtomicU32 = AtomicU32::new(0);
         let number = STARTED.fetch_add(1, Ordering::Relaxed);
         let log = Paths.scratch_file(&format!("agent-{number}.log"));
         let output = fs::File::create(&log).with_context(|| format!("cannot create {}", log.display()))?;
-        let mut command = command(binary()?);
+        let health = SocketAddr::from((HEALTH.0, health_port));
+        let metrics = SocketAddr::from((HEALTH.0, health_port - 1));
+        let binary = binary()?;
+        let mut command = match wrapper {
+            [] => command(binary),
+            [program, options @ ..] => {
+                let mut command = command(program);
+                command.args(options).arg(binary);
+                command
+            }
+        };
         command.arg("run").args(["--node-name", NODE, "--log-level", "info,coil_guard=debug"]);
+        if health_port != HEALTH.1 {
+            command.args(["--health-address", &health.to_string()]);
+            command.args(["--metrics-address", &metrics.to_string()]);
+        }
         command.arg("--kubeconfig").arg(api.kubeconfig()).args(arguments);
         command.stdin(Stdio::null()).stdout(output.try_clone()?).stderr(output);
         let child = command.spawn().context("cannot start the agent")?;
-        Ok(Self { child, log, health: HEALTH.into(), metrics: METRICS.into() })
+        Ok(Self { child, log, health, metrics })
     }
 
     /// Its process id.

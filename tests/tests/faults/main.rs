@@ -1,0 +1,9 @@
+//! Keeping the guard through faults: each promise of `docs/reliability.md` has its tests here.
+
+mod cilium;
+mod kills;
+mod kubernetes;
+mod pods;
+mod refused;
+mod soak;
+mod support;
