@@ -45,11 +45,13 @@ fn every_kustomization_renders_and_is_accepted() -> Result<()> {
     Ok(())
 }
 
+type Mistake<'a> = &'a dyn Fn(&mut Value);
+
 #[test]
 fn what_has_a_mistake_is_not_accepted() -> Result<()> {
     let base = render(&deploy().join("base"))?;
     let daemonset = base.iter().find(|object| object["kind"] == "DaemonSet").context("no DaemonSet")?;
-    let mistakes: [(&str, &dyn Fn(&mut Value)); 5] = [
+    let mistakes: [(&str, Mistake<'_>); 5] = [
         ("unknown field", &|d| d["spec"]["template"]["spec"]["hostPid"] = true.into()),
         ("not match template", &|d| d["spec"]["selector"]["matchLabels"]["x"] = "y".into()),
         ("volume \"other\" not found", &|d| {
