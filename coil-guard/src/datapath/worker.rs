@@ -152,7 +152,8 @@ impl Worker {
                 .set_progress(version, Progress { settled: !wanted.guarding, ..self.progress(wanted) });
             return Ok(());
         }
-        if is_new {
+        // What could not be detached is tried again with each look at the attachments, and there are none without a guard.
+        if is_new || !wanted.guarding {
             self.detach_unwanted(wanted);
         }
         if !wanted.guarding {
