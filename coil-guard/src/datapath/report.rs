@@ -65,6 +65,8 @@ pub enum Report {
     /// Cilium's maps cannot be used now. Programs bound before to maps of the known layout stay attached when the maps
     /// are merely missing ([`CiliumError::is_missing`]), and are detached when the layout is another one.
     Unbound(CiliumError),
+    /// Everything in the latest plan has been looked at: [`super::Progress::settled`] is set.
+    Settled,
     /// Something that the operator should know and that needs no reaction.
     Warning(String),
 }

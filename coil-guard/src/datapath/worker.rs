@@ -88,6 +88,8 @@ pub(crate) struct Worker {
     check_at: Instant,
     no_tcx: bool,
     others_retired: bool,
+    /// The last plan of which it was told that everything in it was looked at.
+    told_settled: u64,
     /// What the last step failed of, told once.
     problem: Option<String>,
 }
@@ -111,6 +113,7 @@ impl Worker {
             check_at: now,
             no_tcx: false,
             others_retired: false,
+            told_settled: 0,
             problem: None,
         }
     }
@@ -174,12 +177,17 @@ impl Worker {
             self.detach_unwanted(wanted);
         }
         // Loading takes a while: what is known already is told before.
-        self.mailbox.set_progress(version, self.progress(wanted));
+        let settled = self.told_settled == version;
+        self.mailbox.set_progress(version, Progress { settled, ..self.progress(wanted) });
         let finished = self.attach_wanted(version, wanted);
         if finished {
             self.retire_other_versions(wanted)?;
         }
         self.mailbox.set_progress(version, Progress { settled: finished, ..self.progress(wanted) });
+        if finished && !settled {
+            self.told_settled = version;
+            self.report(Report::Settled);
+        }
         Ok(())
     }
 

@@ -330,6 +330,8 @@ impl Agent {
                 self.metrics.cilium_binds.inc();
             }
             Report::Unbound(error) => tracing::error!(%error, "not bound to Cilium's maps"),
+            // The loop looks at the progress after each report: readiness does not wait for something else to happen.
+            Report::Settled => {}
             Report::Warning(warning) => tracing::warn!("{warning}"),
         }
         self.replan(None);
