@@ -142,7 +142,9 @@ fn the_second_takes_over(attach: &'static str) -> Result<()> {
             roll.step(&mut scenario, &[0])?;
             let patience = scenario.patience();
             scenario.agent.as_mut().context("the second agent")?.wait_ready(patience)?;
-            eprintln!("{attach}: ready {:.0?} after the death of the first", died.elapsed());
+            let ready = died.elapsed();
+            eprintln!("{attach}: ready {ready:.0?} after the death of the first");
+            ensure!(ready < Duration::from_secs(10), "ready only {ready:?} after the death of the first");
             let log = scenario.agent()?.log();
             ensure!(!log.contains("how=Fresh"), "what is attached is taken over in place:\n{log}");
             scenario.wait_attached(0)?;
