@@ -79,7 +79,17 @@ pub fn parse(
         let packet = if key.protocol == PROTO_TCP { FlowPacket::Established } else { FlowPacket::Stateless };
         return (packet, Fragment::Later);
     }
-    (ports(packet, transport.offset, key), transport.fragment)
+    // Where it nearly always is, at offsets that the compiler knows.
+    const V4: u32 = Ipv4Hdr::LEN as u32;
+    const V6: u32 = Ipv6Hdr::LEN as u32;
+    let first = if transport.offset == offset + V4 {
+        packet.load_near(offset + V4)
+    } else if transport.offset == offset + V6 {
+        packet.load_near(offset + V6)
+    } else {
+        None
+    };
+    (ports(packet, transport.offset, first, key), transport.fragment)
 }
 
 /// Puts the ports that the first fragment carried into the key of a later one.
@@ -97,13 +107,13 @@ fn network(
     key: &mut InnerFlowKey,
     fragment_key: &mut FragmentKey,
 ) -> Option<Transport> {
-    let version = packet.load::<[u8; 1]>(offset).map_or(0, |[version]| version >> 4);
+    let version = packet.load_near::<[u8; 1]>(offset).map_or(0, |[version]| version >> 4);
     if version == 4
-        && let Some(ip) = packet.load::<Ipv4Hdr>(offset)
+        && let Some(ip) = packet.load_near::<Ipv4Hdr>(offset)
     {
         network_v4(&ip, offset, key, fragment_key)
     } else if version == 6
-        && let Some(ip) = packet.load::<Ipv6Hdr>(offset)
+        && let Some(ip) = packet.load_near::<Ipv6Hdr>(offset)
     {
         network_v6(packet, &ip, offset, key, fragment_key)
     } else {
@@ -173,20 +183,28 @@ fn network_v6(
     Some(Transport { offset: at, fragment })
 }
 
-/// Reads ports (or what stands for them) of a packet with a transport header.
+/// The first bytes of a transport header, up to the flags of TCP.
+type First = [u8; TCP_FLAGS_OFFSET as usize + 1];
+
+/// Reads ports (or what stands for them) of a packet with a transport header. `first` are its first bytes, where they
+/// were read already; a header can be shorter.
 #[inline(always)]
-fn ports(packet: &impl Load, offset: u32, key: &mut InnerFlowKey) -> FlowPacket {
+fn ports(packet: &impl Load, offset: u32, first: Option<First>, key: &mut InnerFlowKey) -> FlowPacket {
     match key.protocol {
         PROTO_TCP => {
-            read_ports(packet, offset, key);
-            match packet.load::<[u8; 1]>(offset + TCP_FLAGS_OFFSET) {
+            read_ports(packet, offset, first, key);
+            let flags = match first {
+                Some([.., flags]) => Some([flags]),
+                None => packet.load::<[u8; 1]>(offset + TCP_FLAGS_OFFSET),
+            };
+            match flags {
                 Some([flags]) if flags & (TCP_SYN | TCP_ACK) == TCP_SYN => FlowPacket::Opening,
                 Some([flags]) if flags & (TCP_FIN | TCP_RST) != 0 => FlowPacket::Closing,
                 _ => FlowPacket::Established,
             }
         }
         PROTO_UDP => {
-            read_ports(packet, offset, key);
+            read_ports(packet, offset, first, key);
             FlowPacket::Stateless
         }
         PROTO_ICMP | PROTO_ICMPV6 => icmp(packet, offset, key),
@@ -195,8 +213,12 @@ fn ports(packet: &impl Load, offset: u32, key: &mut InnerFlowKey) -> FlowPacket 
 }
 
 #[inline(always)]
-fn read_ports(packet: &impl Load, offset: u32, key: &mut InnerFlowKey) {
-    if let Some([s0, s1, d0, d1]) = packet.load::<[u8; 4]>(offset) {
+fn read_ports(packet: &impl Load, offset: u32, first: Option<First>, key: &mut InnerFlowKey) {
+    let ports = match first {
+        Some([s0, s1, d0, d1, ..]) => Some([s0, s1, d0, d1]),
+        None => packet.load::<[u8; 4]>(offset),
+    };
+    if let Some([s0, s1, d0, d1]) = ports {
         key.source_port = [s0, s1];
         key.destination_port = [d0, d1];
     }

@@ -54,14 +54,15 @@ pub trait Load {
     /// The header at `offset`, or `None` where the packet ends before its end.
     fn load<T: Header>(&self, offset: u32) -> Option<T>;
 
-    /// As [`Self::load`], for an `offset` below [`NEAR`] that the compiler knows, which can be read at less cost.
+    /// As [`Self::load`], for an `offset` that lies a distance which the compiler knows behind the start of what is parsed,
+    /// and can be read at less cost when it is near.
     #[inline(always)]
     fn load_near<T: Header>(&self, offset: u32) -> Option<T> {
         self.load(offset)
     }
 }
 
-/// Ends of the outer headers that Coil makes: Ethernet, IPv6, 8 bytes of options, UDP.
+/// End of the outer headers that Coil makes: Ethernet, IPv6, 8 bytes of options, UDP.
 pub const NEAR: u32 = 70;
 
 impl Load for &[u8] {

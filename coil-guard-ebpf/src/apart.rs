@@ -3,7 +3,7 @@
 //! It does so for functions that are visible outside of the object. Of what they are given it knows nothing but the type;
 //! everything else they find in the scratch record.
 
-use coil_guard_common::decide::{self, State};
+use coil_guard_common::decide::{self, Judgement, State, Unmarked};
 
 use crate::{
     family::{V4, V6},
@@ -12,22 +12,53 @@ use crate::{
 };
 
 macro_rules! apart {
-    ($name:ident, $symbol:ident, $family:ident) => {
+    (
+        $family:ident, $select:ident, $select_symbol:ident, $judge:ident, $judge_symbol:ident, $report:ident,
+        $report_symbol:ident
+    ) => {
         #[inline(always)]
-        pub(crate) fn $name(state: &mut State) {
-            $symbol(state);
+        pub(crate) fn $select(state: &mut State) {
+            $select_symbol(state);
         }
 
         #[unsafe(no_mangle)]
         #[inline(never)]
-        extern "C" fn $symbol(state: *mut State) -> i32 {
+        extern "C" fn $select_symbol(state: *mut State) -> i32 {
             // SAFETY: the caller's record, or null as far as the verifier knows.
             let (Some(state), Some(scratch)) = (unsafe { state.as_mut() }, Scratch::get()) else { return 1 };
             decide::select(&mut ClientWorld::<$family>::resume(scratch), state);
             0
         }
+
+        #[inline(always)]
+        pub(crate) fn $judge(id: u64, unmarked: Unmarked, out: &mut Judgement) {
+            $judge_symbol(id, u32::from(unmarked == Unmarked::Awhile), out);
+        }
+
+        #[unsafe(no_mangle)]
+        #[inline(never)]
+        extern "C" fn $judge_symbol(id: u64, awhile: u32, out: *mut Judgement) -> i32 {
+            // SAFETY: as above.
+            let (Some(out), Some(scratch)) = (unsafe { out.as_mut() }, Scratch::get()) else { return 1 };
+            let unmarked = if awhile != 0 { Unmarked::Awhile } else { Unmarked::No };
+            decide::judge(&mut ClientWorld::<$family>::resume(scratch), id, unmarked, out);
+            0
+        }
+
+        #[inline(always)]
+        pub(crate) fn $report(kind: u8, from: u32, to: u32) {
+            $report_symbol(u32::from(kind), from, to);
+        }
+
+        #[unsafe(no_mangle)]
+        #[inline(never)]
+        extern "C" fn $report_symbol(kind: u32, from: u32, to: u32) -> i32 {
+            let Some(scratch) = Scratch::get() else { return 1 };
+            ClientWorld::<$family>::resume(scratch).send_report(kind as u8, from, to);
+            0
+        }
     };
 }
 
-apart!(select4, coil_guard_select4, V4);
-apart!(select6, coil_guard_select6, V6);
+apart!(V4, select4, coil_guard_select4, judge4, coil_guard_judge4, report4, coil_guard_report4);
+apart!(V6, select6, coil_guard_select6, judge6, coil_guard_judge6, report6, coil_guard_report6);

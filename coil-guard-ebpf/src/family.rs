@@ -7,11 +7,17 @@ use coil_guard_common::{
         Affinity, AffinityKey4, AffinityKey6, Backend4, Backend6, CT_EGRESS, CT_SERVICE, CtEntry, CtKey4,
         CtKey6, PROTO_UDP, Service, ServiceKey4, ServiceKey6,
     },
-    decide::State,
+    decide::{Judgement, State, Unmarked},
     packet::{Address, Outer},
 };
 
-use crate::{apart, config::Config, maps, scratch::Scratch};
+use crate::{
+    apart,
+    config::Config,
+    maps,
+    scratch::Scratch,
+    skb::{Packet, WINDOW, WINDOW4, WINDOW6, Window},
+};
 
 /// A backend of either family.
 pub(crate) trait AnyBackend: Copy {
@@ -32,6 +38,9 @@ pub(crate) trait Family {
     fn outer(scratch: &Scratch) -> &Outer<Self::Address>;
     fn pseudo_header(outer: &Outer<Self::Address>) -> Sum;
 
+    /// Copies the inner headers of a packet of the same family inside.
+    fn window<'a>(packet: &'a Packet<'a>, offset: u32, bytes: &'a mut [u8; WINDOW]) -> Window<'a>;
+
     /// Fills the keys for the packet in the record.
     fn prepare(scratch: &mut Scratch);
     fn entry_key(scratch: &mut Scratch, client_port: [u8; 2]) -> &Self::CtKey;
@@ -41,6 +50,10 @@ pub(crate) trait Family {
 
     /// `decide::select` as a function of its own to the verifier.
     fn select(state: &mut State);
+    /// `decide::judge`, likewise.
+    fn judge(id: u64, unmarked: Unmarked, out: &mut Judgement);
+    /// `World::report`, likewise.
+    fn report(kind: u8, from: u32, to: u32);
 
     fn conntrack() -> &'static LruHashMap<Self::CtKey, CtEntry>;
     fn services() -> &'static HashMap<Self::ServiceKey, Service>;
@@ -51,7 +64,7 @@ pub(crate) trait Family {
 macro_rules! family {
     (
         $(#[$meta:meta])* $name:ident, $address:ty, $outer:ident, $keys:ident, $own:ident, $sum:ident, $ct_key:ident,
-        $service_key:ident, $affinity_key:ident, $backend:ident, $ct:ident, $services:ident, $backends:ident, $affinities:ident, $select:ident
+        $service_key:ident, $affinity_key:ident, $backend:ident, $ct:ident, $services:ident, $backends:ident, $affinities:ident, $select:ident, $judge:ident, $report:ident, $window:ident
     ) => {
         $(#[$meta])*
         pub(crate) struct $name;
@@ -86,6 +99,10 @@ macro_rules! family {
             #[inline(always)]
             fn pseudo_header(outer: &Outer<$address>) -> Sum {
                 Sum::new().$sum(outer.source).$sum(outer.destination)
+            }
+            #[inline(always)]
+            fn window<'a>(packet: &'a Packet<'a>, offset: u32, bytes: &'a mut [u8; WINDOW]) -> Window<'a> {
+                Window::copy::<$window>(packet, offset, bytes)
             }
             #[inline(always)]
             fn prepare(scratch: &mut Scratch) {
@@ -124,6 +141,14 @@ macro_rules! family {
                 apart::$select(state);
             }
             #[inline(always)]
+            fn judge(id: u64, unmarked: Unmarked, out: &mut Judgement) {
+                apart::$judge(id, unmarked, out);
+            }
+            #[inline(always)]
+            fn report(kind: u8, from: u32, to: u32) {
+                apart::$report(kind, from, to);
+            }
+            #[inline(always)]
             fn conntrack() -> &'static LruHashMap<$ct_key, CtEntry> {
                 &maps::$ct
             }
@@ -145,10 +170,10 @@ macro_rules! family {
 
 family! {
     /// IPv4.
-    V4, [u8; 4], outer4, keys4, is_address4, address4, CtKey4, ServiceKey4, AffinityKey4, Backend4, CT4, SERVICES4, BACKENDS4, AFFINITY4, select4
+    V4, [u8; 4], outer4, keys4, is_address4, address4, CtKey4, ServiceKey4, AffinityKey4, Backend4, CT4, SERVICES4, BACKENDS4, AFFINITY4, select4, judge4, report4, WINDOW4
 }
 
 family! {
     /// IPv6.
-    V6, [u8; 16], outer6, keys6, is_address6, address6, CtKey6, ServiceKey6, AffinityKey6, Backend6, CT6, SERVICES6, BACKENDS6, AFFINITY6, select6
+    V6, [u8; 16], outer6, keys6, is_address6, address6, CtKey6, ServiceKey6, AffinityKey6, Backend6, CT6, SERVICES6, BACKENDS6, AFFINITY6, select6, judge6, report6, WINDOW6
 }

@@ -131,7 +131,7 @@ fn decide<F: Family>(
         let offset = F::outer(world.scratch).inner();
         let client = F::outer(world.scratch).source.mapped();
         (world.scratch.flow.client, world.scratch.fragment.client) = (client, client);
-        inner_flow(packet, world.scratch, offset);
+        inner_flow::<F>(packet, world.scratch, offset);
     }
     let mode = world.scratch.mode;
     decide::decide(&mut world, state, mode);
@@ -175,9 +175,11 @@ fn effective_mode(service: &GuardedService) -> u8 {
 
 /// Reads the inner flow at `offset` into the scratch key.
 #[inline(never)]
-fn inner_flow(packet: &Packet<'_>, scratch: &mut Scratch, offset: u32) {
+fn inner_flow<F: Family>(packet: &Packet<'_>, scratch: &mut Scratch, offset: u32) {
     (scratch.flow.service, scratch.flow.service_port) = (scratch.service.address, scratch.service.port);
-    let (flow_packet, fragment) = inner::parse(packet, offset, &mut scratch.flow, &mut scratch.fragment);
+    // Nearly always of the outer packet's family.
+    let window = F::window(packet, offset, &mut scratch.window);
+    let (flow_packet, fragment) = inner::parse(&window, offset, &mut scratch.flow, &mut scratch.fragment);
     scratch.flow_packet = flow_packet;
     if fragment != Fragment::Whole {
         if fragment == Fragment::First {

@@ -12,6 +12,8 @@ use coil_guard_common::{
     packet::Outer,
 };
 
+use crate::skb::WINDOW;
+
 /// What is known about one packet and client. It stands here and not on the stack also because the verifier does not
 /// follow values through maps: to it, all packets that got this far are one.
 ///
@@ -45,6 +47,8 @@ pub(crate) struct Scratch {
     pub(crate) proto: u8,
     /// 1 or 0.
     pub(crate) heartbeat_fresh: u64,
+    /// The first bytes of the inner packet.
+    pub(crate) window: [u8; WINDOW],
     /// When the packet came.
     pub(crate) now: u64,
     /// Of the packet's service.

@@ -66,6 +66,56 @@ impl Load for LinearPacket<'_> {
     }
 }
 
+/// Bytes of a [`Window`].
+pub(crate) const WINDOW: usize = 56;
+/// Inner IPv4 header and the TCP header up to its flags.
+pub(crate) const WINDOW4: usize = 34;
+/// Inner IPv6 header and the TCP header up to its flags.
+pub(crate) const WINDOW6: usize = 54;
+
+/// A packet of which some bytes were copied at once.
+pub(crate) struct Window<'a> {
+    packet: &'a Packet<'a>,
+    bytes: &'a [u8; WINDOW],
+    offset: u32,
+    length: u32,
+}
+
+impl<'a> Window<'a> {
+    /// Copies `LENGTH` bytes at `offset`; none when the packet ends before.
+    #[inline(always)]
+    pub(crate) fn copy<const LENGTH: usize>(
+        packet: &'a Packet<'a>,
+        offset: u32,
+        bytes: &'a mut [u8; WINDOW],
+    ) -> Self {
+        const { assert!(LENGTH <= WINDOW) };
+        // SAFETY: LENGTH bytes of the array, which are initialised before and after.
+        let result = unsafe {
+            bpf_skb_load_bytes(packet.skb().cast(), offset, bytes.as_mut_ptr().cast(), LENGTH as u32)
+        };
+        Self { packet, bytes, offset, length: if result == 0 { LENGTH as u32 } else { 0 } }
+    }
+}
+
+impl Load for Window<'_> {
+    #[inline(always)]
+    fn load<T: Header>(&self, offset: u32) -> Option<T> {
+        self.packet.load(offset)
+    }
+
+    #[inline(always)]
+    fn load_near<T: Header>(&self, offset: u32) -> Option<T> {
+        let at = offset.wrapping_sub(self.offset);
+        let end = at.wrapping_add(size_of::<T>() as u32);
+        if end > WINDOW as u32 || end > self.length {
+            return self.load(offset);
+        }
+        // SAFETY: in bounds; Header allows any bytes and has alignment 1.
+        Some(unsafe { self.bytes.as_ptr().add(at as usize).cast::<T>().read() })
+    }
+}
+
 impl Load for Packet<'_> {
     /// Copies by helper: it works wherever the bytes are, also beyond the linear part.
     #[inline(always)]

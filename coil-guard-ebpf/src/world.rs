@@ -6,7 +6,7 @@ use aya_ebpf::bindings::BPF_NOEXIST;
 use coil_guard_common::{
     abi::{BackendMark, ClientServiceKey, GuardedService, InnerFlow, Previous},
     cilium::{CtEntry, PROTO_UDP, SERVICE_FLAG_AFFINITY, Service},
-    decide::{Backend, DrainChange, Entry, Master, State, World},
+    decide::{Backend, DrainChange, Entry, Judgement, Master, State, Unmarked, World},
     inner::FlowPacket,
     packet::{Address as _, Outer},
 };
@@ -56,6 +56,33 @@ impl<F: Family> ClientWorld<F> {
         let (key, service) = (&mut self.scratch.client_service, &self.scratch.service);
         (key.client, key.service, key.service_port) = (client, service.address, service.port);
         key
+    }
+
+    /// `World::report`.
+    #[inline(always)]
+    pub(crate) fn send_report(&mut self, kind: u8, from: u32, to: u32) {
+        let client = self.outer().source.mapped();
+        let (key, service) = (&mut self.scratch.report, &self.scratch.service);
+        (key.service, key.client) = (service.address, client);
+        (key.service_port, key.from_id, key.kind) = (service.port, from, kind);
+        if !report::due(&self.scratch.report, self.scratch.now) {
+            return;
+        }
+        report::send(|event| {
+            event.time = self.scratch.now;
+            event.client = self.scratch.report.client;
+            event.service = self.scratch.report.service;
+            event.from = self.address(from);
+            event.to = self.address(to);
+            event.from_id = from;
+            event.to_id = to;
+            event.egress = self.scratch.egress;
+            event.service_port = self.scratch.report.service_port;
+            event.client_port = self.outer().source_port;
+            event.kind = kind;
+            event.mode = self.scratch.mode;
+            event.pad = [0; 6];
+        });
     }
 
     #[inline(always)]
@@ -217,6 +244,11 @@ impl<F: Family> World for ClientWorld<F> {
     }
 
     #[inline(always)]
+    fn judge(&mut self, id: u64, unmarked: Unmarked, out: &mut Judgement) {
+        F::judge(id, unmarked, out);
+    }
+
+    #[inline(always)]
     fn mark(&mut self, address: &[u8; 16]) -> Option<BackendMark> {
         copy!(maps::BACKEND_MARKS, address)
     }
@@ -269,30 +301,9 @@ impl<F: Family> World for ClientWorld<F> {
             maps::PREVIOUS.insert(&self.scratch.client_service, &self.scratch.previous, 0);
     }
 
-    #[inline(never)]
+    #[inline(always)]
     fn report(&mut self, kind: u8, from: u32, to: u32) {
-        let client = self.outer().source.mapped();
-        let (key, service) = (&mut self.scratch.report, &self.scratch.service);
-        (key.service, key.client) = (service.address, client);
-        (key.service_port, key.from_id, key.kind) = (service.port, from, kind);
-        if !report::due(&self.scratch.report, self.scratch.now) {
-            return;
-        }
-        report::send(|event| {
-            event.time = self.scratch.now;
-            event.client = self.scratch.report.client;
-            event.service = self.scratch.report.service;
-            event.from = self.address(from);
-            event.to = self.address(to);
-            event.from_id = from;
-            event.to_id = to;
-            event.egress = self.scratch.egress;
-            event.service_port = self.scratch.report.service_port;
-            event.client_port = self.outer().source_port;
-            event.kind = kind;
-            event.mode = self.scratch.mode;
-            event.pad = [0; 6];
-        });
+        F::report(kind, from, to);
     }
 
     #[inline(always)]

@@ -2,7 +2,7 @@
 
 use super::{
     COARSE, DRAIN_PORTS, DrainChange, IDLE, Judgement, PREVIOUS_MEMORY, RETRIES, SETTLE, State, Unmarked,
-    World, drain_port, is_reserved_port, judge,
+    World, drain_port, is_reserved_port,
     put::{Put, put, read},
     state::Memory,
 };
@@ -145,7 +145,7 @@ fn judge_home(world: &mut impl World, state: &mut State, id: u32) {
     if state.read.backend.present && state.read.backend.id == id {
         state.home = state.read.backend;
     } else {
-        judge(world, u64::from(id), Unmarked::Awhile, &mut state.home);
+        world.judge(u64::from(id), Unmarked::Awhile, &mut state.home);
     }
 }
 

@@ -143,7 +143,7 @@ const fn before(time: u64, limit: u64) -> u64 {
 }
 
 /// Judges the backend `id`, which is named by an entry of the packet's service.
-#[inline(never)]
+#[inline(always)]
 pub fn judge(world: &mut impl World, id: u64, unmarked: Unmarked, out: &mut Judgement) {
     let mut address = [0; 16];
     judge_here(world, id, unmarked, out, &mut address);

@@ -120,6 +120,14 @@ pub trait World {
     {
         select(self, state);
     }
+    /// [`judge`], as [`Self::select`].
+    #[inline(always)]
+    fn judge(&mut self, id: u64, unmarked: Unmarked, out: &mut Judgement)
+    where
+        Self: Sized,
+    {
+        judge(self, id, unmarked, out);
+    }
     /// When the program first saw this backend leaving, apart for one that Cilium calls terminating; notes it if it never did.
     fn leaving_since(&mut self, address: &[u8; 16], id: u32, terminating: bool) -> u64;
     /// How long a backend that left by Cilium's state alone is drained, ns.

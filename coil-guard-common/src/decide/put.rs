@@ -1,6 +1,6 @@
 //! Changing a service entry, and choosing what to change it to.
 
-use super::{Entry, MAX_SLOTS, Master, Read, State, Unmarked, World, judge, judge::judge_here};
+use super::{Entry, MAX_SLOTS, Master, Read, State, Unmarked, World, judge::judge_here};
 use crate::counters::Reason;
 
 /// Reads the service entry under `port`.
@@ -107,7 +107,7 @@ fn look_at_affinity(world: &mut impl World, state: &mut State) {
     if state.read.backend.present && state.read.backend.id == id {
         state.favourite = state.read.backend;
     } else {
-        judge(world, u64::from(id), state.unmarked, &mut state.favourite);
+        world.judge(u64::from(id), state.unmarked, &mut state.favourite);
     }
     if state.favourite.present {
         state.present = state.favourite;
@@ -131,7 +131,7 @@ fn look_at_slot(world: &mut impl World, state: &mut State, slot: u16) {
     } else if state.favourite.present && state.favourite.id == id {
         state.candidate = state.favourite;
     } else {
-        judge(world, u64::from(id), state.unmarked, &mut state.candidate);
+        world.judge(u64::from(id), state.unmarked, &mut state.candidate);
     }
     if !state.candidate.usable {
         state.all_usable = false;
