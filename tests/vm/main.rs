@@ -5,7 +5,10 @@
 //! devices, and egress pods that decapsulate, forward and masquerade them to a host outside.
 
 mod coil;
+mod drain;
 mod kernel;
 mod outside;
 mod ping;
+mod reset;
 mod tcp;
+mod world;

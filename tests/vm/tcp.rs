@@ -16,9 +16,6 @@ use coil_guard_tests::{cilium::IpFamily, net::Pod};
 
 use crate::outside::{self, Digest, ECHO, SINK};
 
-/// How long a connection may take before it counts as stalled: a lost SYN is sent again after one second.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(3);
-
 /// Opens a connection, sends a few bytes and gets them back. Returns the address that the host outside saw.
 pub(crate) fn short(client: &Pod, family: IpFamily, patience: Duration) -> Result<IpAddr> {
     client.namespace.run(|| short_here(family, patience))
@@ -46,21 +43,36 @@ fn open(family: IpFamily, port: u16, patience: Duration) -> Result<TcpStream> {
 }
 
 /// Sends a datagram of `length` bytes and gets it back. Returns the address that the host outside saw.
+///
+/// Sent again every half second: the first answer that is too large for the tunnel teaches the host outside the path's
+/// MTU, and is lost.
 pub(crate) fn datagram(client: &Pod, family: IpFamily, length: usize, patience: Duration) -> Result<IpAddr> {
     client.namespace.run(|| {
         let any: SocketAddr = if family == IpFamily::V4 { "0.0.0.0:0".parse()? } else { "[::]:0".parse()? };
         let socket = UdpSocket::bind(any)?;
-        socket.set_read_timeout(Some(patience))?;
+        socket.set_read_timeout(Some(Duration::from_millis(500)))?;
         let sent: Vec<u8> = (0..length).map(|index| index as u8).collect();
-        socket
-            .send_to(&sent, SocketAddr::new(outside::address(family), ECHO))
-            .context("cannot send a datagram")?;
         let mut buffer = vec![0; length + 100];
-        let received =
-            socket.recv(&mut buffer).with_context(|| format!("no answer to a datagram of {length} bytes"))?;
-        let said =
-            buffer[..received].strip_suffix(sent.as_slice()).context("the datagram came back changed")?;
-        std::str::from_utf8(said)?.trim().parse().context("the answer should begin with an address")
+        let deadline = Instant::now() + patience;
+        loop {
+            socket
+                .send_to(&sent, SocketAddr::new(outside::address(family), ECHO))
+                .with_context(|| format!("cannot send a datagram of {length} bytes"))?;
+            match socket.recv(&mut buffer) {
+                Ok(received) => {
+                    let said = buffer[..received].strip_suffix(sent.as_slice());
+                    let said = said.context("the datagram came back changed")?;
+                    return std::str::from_utf8(said)?
+                        .trim()
+                        .parse()
+                        .context("the answer should begin with an address");
+                }
+                Err(error) if Instant::now() > deadline => {
+                    return Err(error).with_context(|| format!("no answer to a datagram of {length} bytes"));
+                }
+                Err(_) => {}
+            }
+        }
     })
 }
 
@@ -68,16 +80,34 @@ pub(crate) fn datagram(client: &Pod, family: IpFamily, length: usize, patience: 
 pub(crate) struct Bulk {
     stop: Arc<AtomicBool>,
     acknowledged: Arc<AtomicU64>,
-    thread: JoinHandle<Result<IpAddr>>,
+    thread: JoinHandle<Result<()>>,
+    via: IpAddr,
 }
 
 impl Bulk {
-    /// Starts to send.
+    /// Opens the connection and starts to send.
     pub(crate) fn start(client: &Pod, family: IpFamily) -> Result<Self> {
+        let (stream, via) = client.namespace.run(|| {
+            let stream = open(family, SINK, Duration::from_secs(20))?;
+            stream.set_nodelay(false)?;
+            let mut said = String::new();
+            // Nothing follows the greeting before the transfer has ended, so a buffer swallows nothing.
+            BufReader::new(&stream).read_line(&mut said).context("no greeting")?;
+            let via = said
+                .trim()
+                .parse()
+                .with_context(|| format!("the greeting should be an address, not {said:?}"))?;
+            Ok((stream, via))
+        })?;
         let (stop, acknowledged) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let (stopped, count) = (Arc::clone(&stop), Arc::clone(&acknowledged));
-        let thread = client.namespace.spawn("bulk", move || send(family, &stopped, &count))?;
-        Ok(Self { stop, acknowledged, thread })
+        let thread = client.namespace.spawn("bulk", move || send(stream, &stopped, &count))?;
+        Ok(Self { stop, acknowledged, thread, via })
+    }
+
+    /// The address that the host outside sees.
+    pub(crate) fn via(&self) -> IpAddr {
+        self.via
     }
 
     /// Bytes per second that were sent during `time`.
@@ -100,25 +130,21 @@ impl Bulk {
         Ok(())
     }
 
-    /// Ends it. Returns the address that the host outside saw; an error when a byte is missing or changed.
-    pub(crate) fn finish(self) -> Result<IpAddr> {
+    /// Ends it; an error when it broke, or when a byte is missing or changed.
+    pub(crate) fn finish(self) -> Result<()> {
         self.stop.store(true, Ordering::Relaxed);
         self.thread.join().map_err(|_| anyhow!("the transfer panicked"))?
     }
 }
 
-fn send(family: IpFamily, stop: &AtomicBool, sent: &AtomicU64) -> Result<IpAddr> {
+fn send(mut stream: TcpStream, stop: &AtomicBool, sent: &AtomicU64) -> Result<()> {
     const CHUNK: usize = 64 * 1024;
-    let mut stream = open(family, SINK, Duration::from_secs(20))?;
-    stream.set_nodelay(false)?;
     let mut digest = Digest::default();
-    let mut chunk = vec![0; CHUNK];
+    let mut chunk: Vec<u8> = (0..CHUNK / 8).flat_map(|index| index.to_be_bytes()).collect();
     let mut number = 0_u64;
     while !stop.load(Ordering::Relaxed) {
         // Every chunk differs, so that one in the place of another is found.
-        for (index, word) in chunk.chunks_exact_mut(8).enumerate() {
-            word.copy_from_slice(&(number << 16 | index as u64).to_be_bytes());
-        }
+        chunk[..8].copy_from_slice(&number.to_be_bytes());
         stream
             .write_all(&chunk)
             .with_context(|| format!("the transfer broke after {} bytes", digest.count))?;
@@ -129,9 +155,8 @@ fn send(family: IpFamily, stop: &AtomicBool, sent: &AtomicU64) -> Result<IpAddr>
     stream.shutdown(Shutdown::Write)?;
     let mut answer = String::new();
     BufReader::new(&stream).read_line(&mut answer).context("no receipt for the transfer")?;
-    let receipt: Vec<&str> = answer.split_whitespace().collect();
-    let [count, hash, peer] = receipt[..] else {
-        anyhow::bail!("a receipt should have three words, not {answer:?}")
+    let Some((count, hash)) = answer.trim().split_once(' ') else {
+        anyhow::bail!("a receipt should have two words, not {answer:?}")
     };
     ensure!(
         count == digest.count.to_string() && hash == format!("{:016x}", digest.hash),
@@ -139,5 +164,5 @@ fn send(family: IpFamily, stop: &AtomicBool, sent: &AtomicU64) -> Result<IpAddr>
         digest.count,
         digest.hash
     );
-    peer.parse().with_context(|| format!("{peer:?} is no address"))
+    Ok(())
 }

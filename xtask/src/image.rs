@@ -82,6 +82,8 @@ fn lay_out(binary: &Path, rootfs: &Path) -> Result<()> {
     for library in libraries::of(binary) {
         place(&library, &read(&library)?, 0o755)?;
     }
+    // The agent talks to the API server only, whose CA it is given; but its TLS does not start without system roots.
+    place(Path::new(libraries::CA_BUNDLE), &read(Path::new(libraries::CA_BUNDLE))?, 0o644)?;
     // Without these the C library asks no DNS server, and `ps` and logs show a number for the user.
     place(Path::new("/etc/nsswitch.conf"), b"hosts: files dns\n", 0o644)?;
     place(Path::new("/etc/passwd"), b"root:x:0:0:root:/:/sbin/nologin\n", 0o644)?;
@@ -161,7 +163,31 @@ fn try_out(root: &Path, version: &str) -> Result<()> {
     );
     let help = inside("--help")?;
     ensure!(help.contains("Usage"), "the agent in the image printed no help: {help:?}");
+    ensure_tls(root)?;
     eprintln!("image: {} runs from the image's files alone", printed.trim());
+    Ok(())
+}
+
+/// Lets the agent make its client for an API server that is not there: it must get as far as the connection.
+fn ensure_tls(root: &Path) -> Result<()> {
+    const KUBECONFIG: &str = "/probe.kubeconfig";
+    let probe = root.join(KUBECONFIG.trim_start_matches('/'));
+    fs::write(
+        &probe,
+        r#"{"apiVersion":"v1","kind":"Config","current-context":"c",
+            "contexts":[{"name":"c","context":{"cluster":"c","user":"u"}}],"users":[{"name":"u","user":{}}],
+            "clusters":[{"name":"c","cluster":{"server":"https://127.0.0.1:1"}}]}"#,
+    )?;
+    let mut command = Command::new("chroot");
+    command.arg(root).args([BINARY, "check", "--kubeconfig", KUBECONFIG]).env_clear();
+    let output = command.output();
+    fs::remove_file(&probe)?;
+    let output = output.context("cannot run the agent in the image")?;
+    let said = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    ensure!(
+        said.contains("127.0.0.1:1") || said.to_lowercase().contains("connect"),
+        "the agent in the image should say that it cannot connect to https://127.0.0.1:1, but said: {said}"
+    );
     Ok(())
 }
 

@@ -1,8 +1,11 @@
-//! The shared libraries that a program loads.
+//! What a program needs beside itself: the shared libraries that it loads, and root certificates.
 
 use std::{path::Path, path::PathBuf, process::Command};
 
 use crate::process::capture;
+
+/// The system's root certificates, of the Debian package ca-certificates.
+pub(crate) const CA_BUNDLE: &str = "/etc/ssl/certs/ca-certificates.crt";
 
 /// Files that `binary` loads, the loader among them; none for a static program.
 pub(crate) fn of(binary: &Path) -> Vec<PathBuf> {

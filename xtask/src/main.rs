@@ -39,6 +39,8 @@ enum Verb {
     Image(image::Options),
     /// Show a flow stuck on a leaving egress pod, and the same flow with the guard (root)
     Demo(programs::Arguments),
+    /// Write the agent's manual pages and shell completions
+    Docs,
     /// Measure the datapath, the cutover and the agent (root)
     Bench(programs::Arguments),
 }
@@ -54,6 +56,7 @@ fn main() -> ExitCode {
         Verb::Test(options) => test::run_verb(&options),
         Verb::Vm(options) => vm::run_verb(&options),
         Verb::Image(options) => image::run_verb(&options),
+        Verb::Docs => programs::docs(),
         Verb::Demo(arguments) => programs::demo(&arguments),
         Verb::Bench(arguments) => programs::bench(&arguments),
     };

@@ -29,6 +29,16 @@ pub(crate) fn bench(arguments: &Arguments) -> Result<()> {
     run_program("bench", &["--release"], "release", arguments)
 }
 
+/// Writes the agent's manual pages and shell completions below the target directory.
+pub(crate) fn docs() -> Result<()> {
+    let directory = target_directory()?.join("docs");
+    run(cargo()
+        .args(["run", "--quiet", "-p", "coil-guard", "--example", "generate_docs", "--"])
+        .arg(&directory))?;
+    println!("manual pages and completions are in {}", directory.display());
+    Ok(())
+}
+
 fn run_program(name: &str, profile: &[&str], directory: &str, arguments: &Arguments) -> Result<()> {
     let wants_help = arguments.arguments.iter().any(|argument| argument == "--help" || argument == "-h");
     ensure!(

@@ -115,6 +115,7 @@ fn job(binary: &TestBinary, test: &str, name: String, series: &str) -> Job {
         environment: vec![
             ("COIL_GUARD_BINARY".to_owned(), agent),
             ("COIL_GUARD_REQUIRE_LAB".to_owned(), "1".to_owned()),
+            ("COIL_GUARD_PATIENCE".to_owned(), "120".to_owned()),
             ("COIL_GUARD_VM_KERNEL".to_owned(), series.to_owned()),
         ],
         limit: TEST_LIMIT.as_secs(),

@@ -73,10 +73,12 @@ impl Lab {
         LabBuilder::default()
     }
 
-    /// How long to wait for what should happen at once on a machine that is busy.
+    /// How long to wait for what should happen at once on a machine that is busy: half a minute, or as many seconds as
+    /// `COIL_GUARD_PATIENCE` says where the processor is emulated.
     #[must_use]
     pub fn patience(&self) -> Duration {
-        Duration::from_secs(30)
+        let seconds = std::env::var("COIL_GUARD_PATIENCE").ok().and_then(|seconds| seconds.parse().ok());
+        Duration::from_secs(seconds.unwrap_or(30))
     }
 
     /// Families of the lab.

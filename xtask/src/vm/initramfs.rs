@@ -50,6 +50,9 @@ pub(crate) fn base(kernel: &Kernel) -> Result<Vec<u8>> {
     archive.file(Path::new("/etc/group"), DATA, b"root:x:0:\n");
     archive.file(Path::new("/etc/hosts"), DATA, b"127.0.0.1 localhost\n::1 localhost\n");
     archive.file(Path::new("/etc/nsswitch.conf"), DATA, b"hosts: files\n");
+    // kube's TLS refuses to start without any system root, also where the API's own CA is all that it needs.
+    let roots = Path::new(libraries::CA_BUNDLE);
+    archive.file(roots, DATA, &read(roots)?);
     for (program, _) in PROGRAMS {
         let path = find(program)?;
         archive.file(&Path::new("/usr/bin").join(program), EXECUTABLE, &read(&path)?);
