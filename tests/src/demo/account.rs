@@ -122,13 +122,14 @@ impl Packets {
         }
     }
 
-    /// Arrivals per bin and backend, from `start` on.
+    /// Arrivals at a backend per bin, from `start` on, of packets that were sent from `since` on.
     #[must_use]
-    pub fn bins(&self, start: u64, bin: u64, count: usize, backends: usize) -> Vec<Vec<u64>> {
-        let mut bins = vec![vec![0; count]; backends];
-        for arrival in self.arrivals.iter().flatten() {
+    pub fn bins(&self, backend: usize, since: u64, (start, bin, count): (u64, u64, usize)) -> Vec<u64> {
+        let mut bins = vec![0; count];
+        let sent = self.sent.iter().zip(&self.arrivals).filter(|(sent, _)| **sent >= since);
+        for arrival in sent.flat_map(|(_, arrivals)| arrivals).filter(|arrival| arrival.backend == backend) {
             let index = (arrival.at.saturating_sub(start) / bin) as usize;
-            if let Some(cell) = bins[arrival.backend].get_mut(index) {
+            if let Some(cell) = bins.get_mut(index) {
                 *cell += 1;
             }
         }
@@ -192,6 +193,8 @@ mod tests {
     #[test]
     fn bins_hold_every_arrival_of_their_span() {
         let packets = packets(&[Some(0), Some(0), Some(1), Some(1)]);
-        assert_eq!(packets.bins(0, 20, 2, 2), [[2, 0], [0, 2]]);
+        assert_eq!(packets.bins(0, 0, (0, 20, 2)), [2, 0]);
+        assert_eq!(packets.bins(1, 0, (0, 20, 2)), [0, 2]);
+        assert_eq!(packets.bins(0, 10, (0, 20, 2)), [1, 0], "what was sent before is left out");
     }
 }

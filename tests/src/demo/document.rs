@@ -135,6 +135,8 @@ pub struct Lane {
     pub gone_from_ms: Option<f64>,
     /// Arrivals per bin.
     pub packets: Vec<u64>,
+    /// Of these, packets that were sent after the pod was marked.
+    pub packets_after_mark: Vec<u64>,
 }
 
 /// Something that happened.

@@ -7,7 +7,7 @@ use coil_guard_common::{abi::mark, decide::SETTLE};
 use nix::time::{ClockId, clock_getres};
 
 use super::{
-    BIN, Options, Screen,
+    Options, Screen,
     account::{Change, Packets, milliseconds},
     document::{Act, Check, Connections, EventKind, Scene, Tally},
     story::{Story, Track},
@@ -76,15 +76,11 @@ pub(super) fn play(options: Options, screen: &Screen) -> Result<Scene> {
     let (old, new) = (Packets::of(&old.finish(true)?, service), Packets::of(&new.finish(true)?, service));
 
     let seen = Seen { old: &old, new: &new };
-    let (length, bin) = (played.end - story.start, BIN.as_nanos() as u64);
-    let mut lanes = Vec::new();
-    for (flows, packets) in [(OLD, &old), (NEW, &new)] {
-        let bins = packets.bins(story.start, bin, length.div_ceil(bin) as usize, BACKENDS);
-        lanes.extend(bins.into_iter().enumerate().map(|(index, bins)| story.lane(flows, index, bins)));
-    }
+    let mut lanes = story.lanes(OLD, &old, played.end);
+    lanes.extend(story.lanes(NEW, &new, played.end));
     Ok(Scene {
         title: "One old TCP connection and many new ones inside the same tunnel".to_owned(),
-        length_ms: milliseconds(length),
+        length_ms: milliseconds(played.end - story.start),
         acts: vec![act(&story, &seen, &played, &names)],
         lanes,
         events: story.events(),

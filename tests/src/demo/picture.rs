@@ -125,15 +125,14 @@ fn draw_lane(out: &mut String, scene: &Scene, lane: &Lane, (bin, x): (f64, &impl
         rect(out, x(from), y, x(end) - x(from), LANE, LEAVING);
     }
     rect(out, x(end), y, RIGHT - x(end), LANE, GONE);
-    for (index, count) in lane.packets.iter().enumerate().filter(|(_, count)| **count > 0) {
-        let (from, to) = (index as f64 * bin, (index + 1) as f64 * bin);
-        let height = (LANE - 4.0) * (*count as f64 / full).min(1.0);
-        // The bar that a mark falls into is drawn in two colours: most of its packets came before.
-        let leaving = lane.leaving_from_ms.unwrap_or(f64::MAX).clamp(from, to);
-        for (from, to, fill) in [(from, leaving, GOOD), (leaving, to, if lane.stays { STAYS } else { BAD })] {
-            let width = x(to) - x(from) - if to > leaving || leaving == to { 0.8 } else { 0.0 };
-            rect(out, x(from), y + LANE - height, width, height, fill);
-        }
+    let bars = lane.packets.iter().zip(&lane.packets_after_mark).enumerate();
+    for (index, (count, after_mark)) in bars.filter(|(_, (count, _))| **count > 0) {
+        let left = x(index as f64 * bin);
+        let width = x((index + 1) as f64 * bin) - left - 0.8;
+        let height = |count: u64| (LANE - 4.0) * (count as f64 / full).min(1.0);
+        rect(out, left, y + LANE - height(*count), width, height(*count), GOOD);
+        let fill = if lane.stays { STAYS } else { BAD };
+        rect(out, left, y + LANE - height(*after_mark), width, height(*after_mark), fill);
     }
 }
 

@@ -13,7 +13,7 @@ use anyhow::{Result, bail};
 
 use super::{
     BIN, Screen,
-    account::milliseconds,
+    account::{Packets, milliseconds},
     document::{Event, EventKind, Lane},
     screen::Colour,
 };
@@ -174,20 +174,25 @@ impl<'a> Story<'a> {
         events.into_iter().map(|(_, event)| event).collect()
     }
 
-    /// The lane of a backend.
+    /// The lanes of a track until `end`, one for each backend.
     #[must_use]
-    pub(super) fn lane(&self, flows: &str, backend: usize, packets: Vec<u64>) -> Lane {
-        let pod = self.pod(backend);
-        let stays = self.tracks.iter().any(|track| track.flows == flows && track.stays);
+    pub(super) fn lanes(&self, flows: &str, packets: &Packets, end: u64) -> Vec<Lane> {
+        let bin = BIN.as_nanos() as u64;
+        let bins = (self.start, bin, (end - self.start).div_ceil(bin) as usize);
         let since = |at: u64| milliseconds(at.saturating_sub(self.start));
-        Lane {
-            flows: flows.to_owned(),
-            stays,
-            backend: self.names[backend].clone(),
-            leaving_from_ms: pod.leaving_from.map(since),
-            gone_from_ms: pod.gone_from.map(since),
-            packets,
-        }
+        let lane = |backend: usize| {
+            let pod = self.pod(backend);
+            Lane {
+                flows: flows.to_owned(),
+                stays: self.tracks.iter().any(|track| track.flows == flows && track.stays),
+                backend: self.names[backend].clone(),
+                leaving_from_ms: pod.leaving_from.map(since),
+                gone_from_ms: pod.gone_from.map(since),
+                packets: packets.bins(backend, 0, bins),
+                packets_after_mark: packets.bins(backend, pod.leaving_from.unwrap_or(u64::MAX), bins),
+            }
+        };
+        (0..self.names.len()).map(lane).collect()
     }
 
     fn pod(&self, backend: usize) -> PodState {

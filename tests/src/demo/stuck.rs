@@ -5,7 +5,7 @@ use std::time::Duration;
 use anyhow::Result;
 
 use super::{
-    BIN, Options, Screen,
+    Options, Screen,
     account::{Change, Packets, milliseconds},
     document::{Act, Check, EventKind, Move, Scene},
     story::{Story, Track},
@@ -49,17 +49,11 @@ pub(super) fn play(options: Options, screen: &Screen) -> Result<Scene> {
     let report = stream.finish(true)?;
     let packets = Packets::of(&report, scenario.lab.service(options.family));
     let length = played.end - story.start;
-    let bins = packets.bins(
-        story.start,
-        BIN.as_nanos() as u64,
-        length.div_ceil(BIN.as_nanos() as u64) as usize,
-        BACKENDS,
-    );
     Ok(Scene {
         title: "One FoU flow and the pods of its Egress".to_owned(),
         length_ms: milliseconds(length),
         acts: acts(&story, &packets, &played, &names),
-        lanes: bins.into_iter().enumerate().map(|(index, bins)| story.lane("flow", index, bins)).collect(),
+        lanes: story.lanes("flow", &packets, played.end),
         events: story.events(),
     })
 }
