@@ -110,7 +110,7 @@ pub fn datapath(directory: &Path, effort: &Effort, other: Option<&[u8]>) -> Resu
         this: load("this", None)?,
         other: other.map(|object| load("other", Some(object))).transpose().context("the other build")?,
     };
-    let cost = guards.this.guard.load;
+    let cost = load_cost(&directory.join("load"))?;
     let mut cases = Vec::new();
     for family in [IpFamily::V4, IpFamily::V6] {
         for (name, verdict, goal, setup) in REPEATED {
@@ -130,14 +130,28 @@ pub fn datapath(directory: &Path, effort: &Effort, other: Option<&[u8]>) -> Resu
     Ok(Report {
         kernel: nix::sys::utsname::uname()?.release().to_string_lossy().into_owned(),
         datapath: cases,
-        instance: LoadCost {
-            prepare_milliseconds: cost.prepare.as_secs_f64() * 1e3,
-            verify_milliseconds: cost.verify.as_secs_f64() * 1e3,
-            verified_instructions: cost.verified_instructions,
-            machine_code_bytes: cost.machine_code,
-            memory_bytes: cost.memory,
-        },
+        instance: cost,
     })
+}
+
+/// The least of several loads, over small maps: those are made once a node, and a program is loaded once a pod.
+fn load_cost(directory: &Path) -> Result<LoadCost> {
+    let mut least: Option<LoadCost> = None;
+    for index in 0..5 {
+        let directory = directory.join(index.to_string());
+        let load = Instance::load(&directory, VERSION, &pod_config(), Sizes::default())?.load;
+        let cost = LoadCost {
+            prepare_milliseconds: load.prepare.as_secs_f64() * 1e3,
+            verify_milliseconds: load.verify.as_secs_f64() * 1e3,
+            verified_instructions: load.verified_instructions,
+            machine_code_bytes: load.machine_code,
+            memory_bytes: load.memory,
+        };
+        if least.as_ref().is_none_or(|least| cost.verify_milliseconds < least.verify_milliseconds) {
+            least = Some(cost);
+        }
+    }
+    least.context("nothing was loaded")
 }
 
 fn references(scene: &Scene) -> Result<(Reference, Reference)> {

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use aya::{
     Ebpf, EbpfLoader, Pod, TestRun as _, TestRunOptions, VerifierLogLevel,
     maps::{Array, HashMap, MapData, PerCpuArray, RingBuf},
@@ -21,9 +21,9 @@ use coil_guard_common::{
     cilium::{MAPS4, MAPS6},
     counters::Reason,
 };
-use nix::time::{ClockId, clock_gettime};
 use zerocopy::FromBytes as _;
 
+use super::counters::Counters;
 use crate::cilium::{Change, CiliumMaps, CiliumVersion, MapOptions};
 
 /// Path of an object to use in place of the agent's: to compare two builds.
@@ -61,35 +61,6 @@ pub struct Load {
     pub machine_code: u32,
     /// Bytes of kernel memory for the program.
     pub memory: u32,
-}
-
-/// Packets by verdict.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Counters(Vec<u64>);
-
-impl Counters {
-    /// Packets of one verdict.
-    #[must_use]
-    pub fn of(&self, reason: Reason) -> u64 {
-        self.0[reason as usize]
-    }
-
-    /// The one verdict that was counted since `earlier`.
-    ///
-    /// # Errors
-    ///
-    /// When it was not exactly one.
-    pub fn one_since(&self, earlier: &Self) -> Result<Reason> {
-        let grown: Vec<_> = Reason::ALL
-            .iter()
-            .filter(|reason| self.of(**reason) != earlier.of(**reason))
-            .map(|reason| (*reason, self.of(*reason) - earlier.of(*reason)))
-            .collect();
-        match grown.as_slice() {
-            [(reason, 1)] => Ok(*reason),
-            _ => bail!("one packet was counted as {grown:?}"),
-        }
-    }
 }
 
 /// What the program did with one packet.
@@ -315,7 +286,7 @@ impl Instance {
         let map = self.ebpf.map(maps::COUNTERS).context("the object has no counters")?;
         let map = PerCpuArray::<_, u64>::try_from(map)?;
         let sum = |index| Ok(map.get(&index, 0)?.iter().sum());
-        Ok(Counters((0..Reason::COUNT).map(sum).collect::<Result<_>>()?))
+        Ok(Counters::new((0..Reason::COUNT).map(sum).collect::<Result<_>>()?))
     }
 
     /// Counters of an Egress, of all CPUs.
@@ -410,15 +381,4 @@ fn difference(after: &EgressCounters, before: &EgressCounters) -> EgressCounters
         *difference = after - before;
     }
     zerocopy::transmute!(difference)
-}
-
-/// CLOCK_MONOTONIC, ns: the program's clock.
-///
-/// # Panics
-///
-/// Never: the kernel always has this clock.
-#[must_use]
-pub fn monotonic() -> u64 {
-    let now = clock_gettime(ClockId::CLOCK_MONOTONIC).expect("CLOCK_MONOTONIC always exists");
-    Duration::from(now).as_nanos() as u64
 }

@@ -4,12 +4,20 @@
 //! bpffs, so that whatever a packet made it do can be compared byte for byte. What `BPF_PROG_TEST_RUN` cannot show is left
 //! to the lab and the virtual machines: GSO, checksum offload, data beyond the linear part, and other CPUs.
 
+mod clock;
+mod conntrack;
+mod counters;
 mod instance;
+mod memory;
+mod packets;
 mod rng;
 mod scene;
 
 pub use self::{
-    instance::{Counters, Instance, Load, Run, Sizes, monotonic},
+    clock::monotonic,
+    counters::Counters,
+    instance::{Instance, Load, Run, Sizes},
+    packets::{Checksum, bytes, udp_offset},
     rng::Rng,
-    scene::{CLIENT_GENERATION, Checksum, EGRESS, REV_NAT, Scene, address_of, bytes, pod_config, udp_offset},
+    scene::{CLIENT_GENERATION, EGRESS, REV_NAT, Scene, address_of, pod_config},
 };

@@ -12,7 +12,7 @@ impl Rng {
     }
 
     /// The next number.
-    pub fn next(&mut self) -> u64 {
+    pub fn number(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut word = self.0;
         word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -26,7 +26,7 @@ impl Rng {
     ///
     /// When `end` is 0.
     pub fn below(&mut self, end: usize) -> usize {
-        (self.next() % end as u64) as usize
+        (self.number() % end as u64) as usize
     }
 
     /// True once in `times`.

@@ -98,10 +98,13 @@ fn shuffle(scene: &mut Scene, family: IpFamily, rng: &mut Rng) -> Result<()> {
             scene.entry(port, id, *rng.pick(&[REV_NAT, REV_NAT, REV_NAT, [7, 7]]))?;
         }
         for id in ids {
-            if rng.one_in(4) {
+            if rng.one_in(8) {
                 let replies = CtEntry::for_replies(REV_NAT, *rng.pick(&[0, 5, u32::MAX]));
                 scene.set_conntrack(&scene.egress_key(port, id), &replies)?;
             }
+        }
+        if port != FOU_PORT {
+            continue;
         }
         // Another client's, another service's, another port's, a TCP one, an ingress one.
         let places = if family == IpFamily::V4 { [0, 4, 10, 12, 13] } else { [0, 16, 34, 36, 37] };
@@ -133,7 +136,7 @@ fn packet(scene: &Scene, rng: &mut Rng) -> Vec<u8> {
             let about = Box::new(scene.tcp(port, tcp::ACK).reversed());
             InnerPacket::new(scene.client(), scene.outside(), Inner::TooBig { about })
         }
-        _ => InnerPacket::new(scene.client(), scene.outside(), Inner::Other { protocol: rng.next() as u8 }),
+        _ => InnerPacket::new(scene.client(), scene.outside(), Inner::Other { protocol: rng.number() as u8 }),
     };
     let fragment =
         Fragment { identification: rng.below(4) as u32, offset: rng.below(3) as u16, more: rng.one_in(2) };
@@ -141,7 +144,7 @@ fn packet(scene: &Scene, rng: &mut Rng) -> Vec<u8> {
     let mut inner = payload.padded(rng.below(40)).build(Tag { stream: 0, sequence: 0 });
     if rng.one_in(8) {
         for byte in &mut inner {
-            *byte = rng.next() as u8;
+            *byte = rng.number() as u8;
         }
     }
     let mut frame = scene.frame_with(*rng.pick(&PORTS), &inner, *rng.pick(&Checksum::ALL), !rng.one_in(4));
@@ -157,14 +160,14 @@ fn mutate(frame: &mut Vec<u8>, rng: &mut Rng) {
         // Headers more often than what is behind them.
         let end = if rng.one_in(3) { frame.len() } else { 80.min(frame.len()) };
         let at = rng.below(end);
-        frame[at] = if rng.one_in(2) { frame[at] ^ 1 << rng.below(8) } else { rng.next() as u8 };
+        frame[at] = if rng.one_in(2) { frame[at] ^ 1 << rng.below(8) } else { rng.number() as u8 };
     }
     if rng.one_in(6) {
         frame.truncate(rng.below(frame.len() + 1));
     }
     if rng.one_in(12) {
         let at = rng.below(frame.len() + 1);
-        let more: Vec<u8> = (0..rng.below(64)).map(|_| rng.next() as u8).collect();
+        let more: Vec<u8> = (0..rng.below(64)).map(|_| rng.number() as u8).collect();
         frame.splice(at..at, more);
     }
     // BPF_PROG_TEST_RUN takes nothing shorter than the headers that it looks at itself.

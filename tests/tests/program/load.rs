@@ -9,7 +9,7 @@ use coil_guard_tests::{
 };
 
 /// The kernel's limit is a million; the cost of a load grows with it.
-const INSTRUCTIONS: u32 = 250_000;
+const INSTRUCTIONS: u32 = 80_000;
 
 #[test]
 fn verifies_over_the_maps_of_every_version() -> Result<()> {

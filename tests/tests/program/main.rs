@@ -1,5 +1,6 @@
 //! The guard's own program in the kernel, packet by packet, by `BPF_PROG_TEST_RUN`.
 
+mod audit;
 mod drain;
 mod flows;
 mod hostile;
