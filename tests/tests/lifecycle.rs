@@ -150,7 +150,7 @@ fn what_is_not_ours_passes_byte_for_byte() -> Result<()> {
 /// A service entry that Cilium takes for none.
 fn dangling(what: &'static str, make: impl Fn(&mut CtEntry) + Send) -> Result<()> {
     lab_test(move || {
-        let mut scenario = Scenario::builder(Lab::builder()).mode("reset").start()?;
+        let scenario = Scenario::builder(Lab::builder()).mode("reset").start()?;
         let family = IpFamily::V4;
         scenario
             .lab

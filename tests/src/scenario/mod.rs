@@ -4,18 +4,22 @@
 //! [`Scenario::terminate`] tells both, [`Scenario::cluster`] and [`Scenario::lab`] one.
 
 mod agent;
+mod builder;
 pub mod check;
 
 use std::time::Duration;
 
 use anyhow::{Context as _, Result};
 
-pub use self::agent::{Agent, NODE, binary};
+pub use self::{
+    agent::{Agent, NODE, binary},
+    builder::ScenarioBuilder,
+};
 use crate::{
     cilium::{BackendState, IpFamily},
     kube_api::{
         Kind, KubeApi,
-        cluster::{Cluster, EgressSpec, PodRef, PodSpec},
+        cluster::{Cluster, PodRef, PodSpec},
     },
     lab::{Lab, LabBuilder, eventually},
     net::PodRole,
@@ -25,20 +29,6 @@ use crate::{
 pub const NAMESPACE: &str = "internet";
 /// Name of the Egress.
 pub const EGRESS: &str = "nat";
-
-/// Options of a [`Scenario`].
-#[derive(Clone, Debug)]
-pub struct ScenarioBuilder {
-    lab: LabBuilder,
-    mode: Option<String>,
-    annotations: Vec<(String, String)>,
-    sport_auto: bool,
-    affinity: bool,
-    grace: i64,
-    pre_stop: bool,
-    arguments: Vec<String>,
-    agent: bool,
-}
 
 /// A running cluster.
 #[derive(Debug)]
@@ -56,129 +46,6 @@ pub struct Scenario {
     /// The node.
     pub lab: Lab,
     options: ScenarioBuilder,
-}
-
-impl ScenarioBuilder {
-    /// Around this lab.
-    #[must_use]
-    pub fn new(lab: LabBuilder) -> Self {
-        Self {
-            lab,
-            mode: None,
-            annotations: Vec::new(),
-            sport_auto: false,
-            affinity: false,
-            grace: 30,
-            pre_stop: true,
-            arguments: Vec::new(),
-            agent: true,
-        }
-    }
-
-    /// With `coil-guard.io/mode` on the Egress.
-    #[must_use]
-    pub fn mode(self, mode: &str) -> Self {
-        Self { mode: Some(mode.to_owned()), ..self }
-    }
-
-    /// With another annotation on the Egress.
-    #[must_use]
-    pub fn annotation(mut self, name: &str, value: &str) -> Self {
-        self.annotations.push((name.to_owned(), value.to_owned()));
-        self
-    }
-
-    /// With `spec.fouSourcePortAuto`.
-    #[must_use]
-    pub fn sport_auto(self) -> Self {
-        Self { sport_auto: true, ..self }
-    }
-
-    /// Whether the Service has ClientIP affinity; Cilium's maps follow the lab's builder, not this.
-    #[must_use]
-    pub fn affinity(self, affinity: bool) -> Self {
-        Self { affinity, ..self }
-    }
-
-    /// With this grace period of egress pods, seconds.
-    #[must_use]
-    pub fn grace(self, seconds: i64) -> Self {
-        Self { grace: seconds, ..self }
-    }
-
-    /// Without a preStop hook in the Egress's template.
-    #[must_use]
-    pub fn no_pre_stop(self) -> Self {
-        Self { pre_stop: false, ..self }
-    }
-
-    /// With further arguments for the agent.
-    #[must_use]
-    pub fn arguments(mut self, arguments: &[&str]) -> Self {
-        self.arguments.extend(arguments.iter().map(|argument| (*argument).to_owned()));
-        self
-    }
-
-    /// Without an agent at first.
-    #[must_use]
-    pub fn no_agent(self) -> Self {
-        Self { agent: false, ..self }
-    }
-
-    /// Starts everything; the agent is ready and every client attached (if the mode wants it) when it returns.
-    ///
-    /// # Errors
-    ///
-    /// When something cannot be started, or the agent is not ready in time.
-    pub fn start(self) -> Result<Scenario> {
-        let lab = self.lab.clone().start()?;
-        let api = KubeApi::start()?;
-        let cluster = Cluster::new(&api);
-        let addresses = lab.families().iter().map(|family| lab.service(*family).0).collect::<Vec<_>>();
-        let mut egress = EgressSpec::new(NAMESPACE, EGRESS, &addresses);
-        egress.sport_auto = self.sport_auto;
-        egress.affinity = self.affinity;
-        egress.annotations.extend(self.annotations.iter().cloned());
-        if let Some(mode) = &self.mode {
-            egress = egress.mode(mode);
-        }
-        let mut container = serde_json::json!({"name": "egress"});
-        if self.pre_stop {
-            container["lifecycle"] = serde_json::json!({"preStop": {"exec": {"command": ["sleep", "25"]}}});
-        }
-        egress.template = Some(serde_json::json!({
-            "spec": {"terminationGracePeriodSeconds": self.grace, "containers": [container]},
-        }));
-        cluster.egress(&egress)?;
-        let mut scenario = Scenario {
-            agent: None,
-            cluster,
-            api,
-            backends: Vec::new(),
-            clients: Vec::new(),
-            lab,
-            options: self,
-        };
-        for index in 0..scenario.lab.topology.backends.len() {
-            let known = scenario.lab.backend_id(scenario.lab.families()[0], index).is_ok();
-            scenario.backends.push(None);
-            if known {
-                scenario.announce_backend(index)?;
-            }
-        }
-        for index in 0..scenario.lab.topology.clients.len() {
-            scenario.announce_client(index)?;
-        }
-        if scenario.options.agent {
-            scenario.start_agent()?;
-            if scenario.options.mode.as_deref().is_some_and(|mode| mode != "off") {
-                for index in 0..scenario.clients.len() {
-                    scenario.wait_attached(index)?;
-                }
-            }
-        }
-        Ok(scenario)
-    }
 }
 
 impl Scenario {
