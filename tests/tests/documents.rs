@@ -125,8 +125,26 @@ fn every_test_that_is_named_exists() -> Result<()> {
 }
 
 #[test]
+fn every_source_that_is_named_exists() -> Result<()> {
+    let root = fs::canonicalize(ROOT)?;
+    let mut missing = Vec::new();
+    for (path, text) in documents()? {
+        let beside = path.parent().unwrap_or(&root);
+        for word in code_words(&text).into_iter().filter(|word| word.contains('/') && word.ends_with(".rs")) {
+            let several = word.contains(['*', '{', '<']);
+            if !several && !root.join(word).exists() && !beside.join(word).exists() {
+                missing.push(format!("{}: {word}", path.display()));
+            }
+        }
+    }
+    ensure!(missing.is_empty(), "sources that do not exist: {missing:#?}");
+    Ok(())
+}
+
+#[test]
 fn every_flag_that_is_named_exists() -> Result<()> {
-    let arguments = fs::read_to_string(Path::new(ROOT).join("coil-guard/src/cli/arguments.rs"))?;
+    let mut arguments = String::new();
+    sources(&Path::new(ROOT).join("coil-guard/src/cli"), &mut arguments)?;
     let mut missing = Vec::new();
     for (path, text) in documents()? {
         for word in code_words(&text) {
