@@ -2,8 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, Result};
-use nix::time::{ClockId, clock_gettime};
+use anyhow::Result;
 
 /// How long to measure.
 #[derive(Clone, Copy, Debug)]
@@ -39,11 +38,4 @@ pub(super) fn median(durations: &mut [Duration]) -> f64 {
     }
     let (_, median, _) = durations.select_nth_unstable(middle);
     median.as_nanos() as f64
-}
-
-/// Processor time of this thread.
-pub(super) fn processor_time() -> Result<Duration> {
-    Ok(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)
-        .context("cannot read the thread's processor time")?
-        .into())
 }

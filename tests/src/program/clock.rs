@@ -1,4 +1,4 @@
-//! The program's clock.
+//! The program's clock, and what it costs.
 
 use std::time::Duration;
 
@@ -13,4 +13,14 @@ use nix::time::{ClockId, clock_gettime};
 pub fn monotonic() -> u64 {
     let now = clock_gettime(ClockId::CLOCK_MONOTONIC).expect("CLOCK_MONOTONIC always exists");
     Duration::from(now).as_nanos() as u64
+}
+
+/// Processor time of this thread, kernel and all: what something costs on a busy machine.
+///
+/// # Panics
+///
+/// Never: the kernel always has this clock.
+#[must_use]
+pub fn processor_time() -> Duration {
+    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID).expect("CLOCK_THREAD_CPUTIME_ID always exists").into()
 }

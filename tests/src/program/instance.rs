@@ -1,10 +1,6 @@
 //! A loaded instance and what one packet did.
 
-use std::{
-    env, fmt, fs,
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::{env, fmt, fs, path::Path, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use aya::{
@@ -23,7 +19,7 @@ use coil_guard_common::{
 };
 use zerocopy::FromBytes as _;
 
-use super::counters::Counters;
+use super::{clock::processor_time, counters::Counters};
 use crate::cilium::{Change, CiliumMaps, CiliumVersion, MapOptions};
 
 /// Path of an object to use in place of the agent's: to compare two builds.
@@ -46,7 +42,7 @@ impl Default for Sizes {
     }
 }
 
-/// What loading cost.
+/// What loading cost, in processor time.
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
     /// Parsing, relocating and making the own maps.
@@ -127,7 +123,7 @@ impl Instance {
             !object.is_empty(),
             "this build has no eBPF program: run `cargo xtask setup`, then build again"
         );
-        let began = Instant::now();
+        let began = processor_time();
         let mut loader = EbpfLoader::new();
         loader
             .btf(None)
@@ -165,12 +161,12 @@ impl Instance {
             loader.map_pin_path(name, path);
         }
         let mut ebpf = loader.load(object).context("cannot read the program's object")?;
-        let prepare = began.elapsed();
+        let prepare = processor_time() - began;
         let program: &mut SchedClassifier =
             ebpf.program_mut(PROGRAM).context("the object has no program")?.try_into()?;
-        let began = Instant::now();
+        let began = processor_time();
         program.load().context("the kernel refuses the program")?;
-        let verify = began.elapsed();
+        let verify = processor_time() - began;
         let info = program.info()?;
         let load = Load {
             prepare,

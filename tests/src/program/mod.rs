@@ -14,7 +14,7 @@ mod rng;
 mod scene;
 
 pub use self::{
-    clock::monotonic,
+    clock::{monotonic, processor_time},
     counters::Counters,
     instance::{Instance, Load, Run, Sizes},
     packets::{Checksum, bytes, udp_offset},
