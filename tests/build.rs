@@ -2,5 +2,9 @@
 
 fn main() -> anyhow::Result<()> {
     println!("cargo:rerun-if-changed=../coil-guard-common/src");
-    ebpf_build::build("cilium-model", concat!(env!("CARGO_MANIFEST_DIR"), "/cilium-model"), "cilium-model-bpf")
+    ebpf_build::build(
+        "cilium-model",
+        concat!(env!("CARGO_MANIFEST_DIR"), "/cilium-model"),
+        "cilium-model-bpf",
+    )
 }

@@ -77,9 +77,10 @@ fn no_old_packet_meets_the_new_backend_while_the_mark_is_written() -> Result<()>
             let (olds, news) = (olds.finish(true)?, news.finish(true)?);
             check::stayed(&olds, home).with_context(|| format!("round {round}, marked at {marked}"))?;
             news.ensure_exactly_once()?;
-            let mut late = news.backends().into_iter().filter(|(sequence, backend)| {
-                news.sent[*sequence as usize] > settled && *backend == home
-            });
+            let mut late = news
+                .backends()
+                .into_iter()
+                .filter(|(sequence, backend)| news.sent[*sequence as usize] > settled && *backend == home);
             ensure!(late.next().is_none(), "round {round}: new connections on the leaving backend: {news:?}");
             scenario.cluster.force_delete(&scenario.backend_pod(home)?)?;
             scenario.lab.remove_backend(home)?;

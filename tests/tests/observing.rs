@@ -78,7 +78,11 @@ fn configuration_is_told_where_the_operator_looks() -> Result<()> {
         wait_event(&scenario, "GuardModeChanged", &["now drain", "was audit"])?;
         wait_event(&scenario, "DrainWithoutPreStop", &["preStop: {exec:"])?;
         scenario.set_mode(Some("dry-run"))?;
-        wait_event(&scenario, "InvalidAnnotation", &["coil-guard.io/mode: \"dry-run\"", "off, audit, reset"])?;
+        wait_event(
+            &scenario,
+            "InvalidAnnotation",
+            &["coil-guard.io/mode: \"dry-run\"", "off, audit, reset"],
+        )?;
         scenario.agent()?.wait_log(&["WARN", "internet/nat", "dry-run"], scenario.patience())?;
         eventually("metric of invalid annotations", scenario.patience(), || {
             let seen = scenario.agent()?.metric("coil_guard_invalid_annotations", &[])?;
@@ -125,7 +129,11 @@ fn a_second_agent_waits_and_takes_over() -> Result<()> {
         let first = scenario.agent.take().context("the first agent")?;
         first.stop(scenario.patience())?;
         second.wait_log(&["readiness changed", "ready=true"], scenario.patience())?;
-        ensure!(!second.log().contains("how=Fresh"), "what is attached is taken over in place:\n{}", second.log());
+        ensure!(
+            !second.log().contains("how=Fresh"),
+            "what is attached is taken over in place:\n{}",
+            second.log()
+        );
         let pod = scenario.backend_pod(0)?;
         scenario.cluster.terminate(&pod, None)?;
         scenario.wait_mark(0, mark::LEAVING)
