@@ -11,9 +11,9 @@ use coil_guard_common::abi::mark;
 use coil_guard_tests::{
     cilium::IpFamily,
     kube_api::Kind,
-    lab::{Lab, eventually},
+    lab::{Lab, command, eventually},
     net::lab_test,
-    scenario::{EGRESS, NAMESPACE, Scenario},
+    scenario::{EGRESS, NAMESPACE, Scenario, binary},
 };
 use serde_json::Value;
 
@@ -137,5 +137,48 @@ fn a_second_agent_waits_and_takes_over() -> Result<()> {
         let pod = scenario.backend_pod(0)?;
         scenario.cluster.terminate(&pod, None)?;
         scenario.wait_mark(0, mark::LEAVING)
+    })
+}
+
+fn status() -> Result<Value> {
+    let output = command(binary()?).args(["status", "--json"]).output()?;
+    ensure!(output.status.success(), "status: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(serde_json::from_slice(&output.stdout)?)
+}
+
+#[test]
+fn status_shows_the_cutover_and_the_leaving_backend_from_both_sides() -> Result<()> {
+    lab_test(|| {
+        let mut scenario = Scenario::builder(Lab::builder()).mode("reset").start()?;
+        let family = IpFamily::V4;
+        let spec = scenario.lab.spec(0, family).interval(Duration::from_millis(1));
+        let stream = scenario.lab.stream(0, spec)?;
+        stream.wait_arrived(20, scenario.patience())?;
+        let own = scenario.bound(0, family, 5555)?;
+        scenario.terminate(own)?;
+        let address = |index: usize| scenario.lab.backend(index).address(family).to_string();
+        let shown = eventually("status of the move", scenario.patience(), || {
+            let status = status()?;
+            let egress = &status["egresses"][format!("{NAMESPACE}/{EGRESS}")];
+            let backends = egress["backends"].as_array();
+            let leaving = backends.and_then(|all| all.iter().find(|one| one["address"] == address(own)));
+            let complete = leaving.is_some_and(|one| {
+                one["state"] == "leaving" && one["cilium"]["state"] == "TERMINATING" && one["clients"] == 0
+            });
+            let cutovers = egress["lastCutovers"].as_array();
+            let v4 = |one: &&Value| one["from"] == address(own);
+            Ok(match cutovers.and_then(|all| all.iter().find(v4)) {
+                Some(cutover) if complete => Ok((status.clone(), cutover.clone())),
+                _ => Err(status),
+            })
+        });
+        let (status, cutover) = scenario.explain(shown)?;
+        let now = address(scenario.bound(0, family, 5555)?);
+        ensure!(cutover["to"] == now && cutover["pod"].is_string(), "{now} is expected: {cutover:#}");
+        let egress = &status["egresses"][format!("{NAMESPACE}/{EGRESS}")];
+        ensure!(egress["clients"] == serde_json::json!([cutover["pod"]]), "{egress:#}");
+        ensure!(egress["counters"]["moved"] == 1, "{egress:#}");
+        ensure!(status["problems"] == serde_json::json!([]), "{:#}", status["problems"]);
+        Ok(())
     })
 }

@@ -2,13 +2,16 @@
 //!
 //! * [`CiliumMaps`]: opening and checking;
 //! * [`view`]: what they hold of the guarded services;
-//! * [`probe`]: how this Cilium balances them.
+//! * [`probe`]: how this Cilium balances them;
+//! * [`current`]: where their clients and backends stand now.
 
+mod current;
 mod error;
 mod maps;
 mod probe;
 mod view;
 
+pub use current::{Current, CurrentBackend, CurrentService, Sought, current, state_name};
 pub use error::{CiliumError, MapShape};
 pub use maps::{CiliumMaps, MapSpec, OpenMap, Role, SPECS4, SPECS6};
 pub(crate) use maps::{is_not_found, shape_of};

@@ -45,7 +45,7 @@ pub fn view(maps: CiliumMaps, desired: &Desired) -> Result<CiliumView, CiliumErr
     for (v6, family) in &mut families {
         for address in desired.services.keys().filter(|service| service.address.is_ipv6() == *v6) {
             if let Some(backends) = family.walk(*address)? {
-                view.backends.insert(*address, backends);
+                view.backends.insert(*address, backends.into_keys().collect());
             }
         }
         let unplaced: Vec<_> =
@@ -117,16 +117,18 @@ pub(super) fn open<M: TryFrom<Map, Error = MapError>>((map, data): Named) -> Res
 }
 
 impl Family {
-    /// Backend addresses in the service's slots, or `None` if Cilium does not know the service.
-    fn walk(&self, address: ServiceAddress) -> Result<Option<BTreeSet<IpAddr>>, CiliumError> {
+    /// Backends in the service's slots with their ids, or `None` if Cilium does not know the service.
+    pub(super) fn walk(&self, address: ServiceAddress) -> Result<Option<BTreeMap<IpAddr, u32>>, CiliumError> {
         let mut seen = None;
         for _ in 0..WALKS {
             let Some(before) = self.master(address)? else { return Ok(seen) };
-            let seen = seen.get_or_insert_with(BTreeSet::new);
+            let seen = seen.get_or_insert_with(BTreeMap::new);
             let announced = before.service.count.saturating_add(before.service.qcount).min(SLOT_BOUND);
             for slot in 1..=SLOT_BOUND {
                 match self.service(address, slot, before.proto)? {
-                    Some(entry) => seen.extend(self.backend(entry.word)?),
+                    Some(entry) => {
+                        seen.extend(self.backend(entry.word)?.map(|address| (address, entry.word)));
+                    }
                     None if slot > announced => break,
                     None => {}
                 }
@@ -182,7 +184,7 @@ impl Family {
         Ok(value.and_then(|value| Service::read_from_bytes(&value).ok()))
     }
 
-    fn backend(&self, id: u32) -> Result<Option<IpAddr>, CiliumError> {
+    pub(super) fn backend(&self, id: u32) -> Result<Option<IpAddr>, CiliumError> {
         Ok(match self {
             Self::V4 { backends, .. } => lookup(backends, &id, MAPS4.backends)?.and_then(|v| address4(&v)),
             Self::V6 { backends, .. } => lookup(backends, &id, MAPS6.backends)?.and_then(|v| address6(&v)),
@@ -206,21 +208,21 @@ impl Family {
     }
 }
 
-fn bytes<const N: usize>(value: &(impl IntoBytes + zerocopy::Immutable)) -> [u8; N] {
+pub(super) fn bytes<const N: usize>(value: &(impl IntoBytes + zerocopy::Immutable)) -> [u8; N] {
     let mut bytes = [0; N];
     bytes.copy_from_slice(value.as_bytes());
     bytes
 }
 
-fn address4(value: &[u8; 12]) -> Option<IpAddr> {
+pub(super) fn address4(value: &[u8; 12]) -> Option<IpAddr> {
     Backend4::read_from_bytes(value).ok().map(|backend| IpAddr::from(backend.address))
 }
 
-fn address6(value: &[u8; 24]) -> Option<IpAddr> {
+pub(super) fn address6(value: &[u8; 24]) -> Option<IpAddr> {
     Backend6::read_from_bytes(value).ok().map(|backend| IpAddr::from(backend.address))
 }
 
-fn lookup<K: aya::Pod, V: aya::Pod>(
+pub(super) fn lookup<K: aya::Pod, V: aya::Pod>(
     map: &HashMap<MapData, K, V>,
     key: &K,
     name: &'static str,

@@ -4,7 +4,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, Parser, Subcommand};
 
-use super::values::{Attach, DefaultMode, duration, entries, log_level, not_ready_after, port};
+use super::values::{Attach, DefaultMode, duration, entries, interval, log_level, not_ready_after, port};
 use crate::{
     check::Check,
     datapath::{Options, Sizes},
@@ -40,9 +40,10 @@ pub enum Command {
     /// ends, by SIGTERM or otherwise, programs and maps stay in the kernel and go on guarding; `coil-guard cleanup`
     /// removes them.
     Run(Box<RunArguments>),
-    /// Show what is guarded on this node, from the maps in the kernel
+    /// Show what is guarded on this node, and what is wrong, from the maps in the kernel
     ///
-    /// Needs no running agent.
+    /// Needs no running agent. By Egress: its mode, its clients, each backend as the agent and as Cilium see it, flows moved,
+    /// draining and cut, and the last cutover. What cannot be read from Cilium's maps is left out, and said.
     Status(StatusArguments),
     /// See beforehand whether this node can be guarded
     ///
@@ -314,6 +315,9 @@ pub struct StatusArguments {
     /// Print it as JSON
     #[arg(long)]
     pub json: bool,
+    /// Show it again every so many seconds, until interrupted; with --json each time one line
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "2", value_parser = interval)]
+    pub watch: Option<Duration>,
 }
 
 /// Arguments of `check`.

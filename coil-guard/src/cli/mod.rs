@@ -17,7 +17,7 @@ use tokio::task::LocalSet;
 
 use crate::{
     check::Check,
-    datapath::{self, Options, Snapshot},
+    datapath::{self, Options},
     run,
 };
 
@@ -29,14 +29,7 @@ use crate::{
 pub fn execute(cli: &Cli) -> anyhow::Result<ExitCode> {
     match &cli.command {
         Command::Run(arguments) => run::run(arguments)?,
-        Command::Status(arguments) => {
-            let snapshot = Snapshot::read(&arguments.node.pin_dir)?;
-            if arguments.json {
-                println!("{:#}", status::json(&snapshot));
-            } else {
-                print!("{}", status::text(&snapshot));
-            }
-        }
+        Command::Status(arguments) => status::show(arguments)?,
         Command::Check(arguments) => {
             let runtime = tokio::runtime::Builder::new_current_thread()
                 .enable_all()

@@ -60,6 +60,14 @@ pub(super) fn duration(text: &str) -> Result<Duration, String> {
         .map_err(|error| format!("a duration such as 5s, 90s or 10m is expected: {error}"))
 }
 
+/// Seconds between two looks.
+pub(super) fn interval(text: &str) -> Result<Duration, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if (0.1..=86_400.0).contains(&seconds) => Ok(Duration::from_secs_f64(seconds)),
+        _ => Err("seconds from 0.1 to 86400 are expected".to_owned()),
+    }
+}
+
 pub(super) fn not_ready_after(text: &str) -> Result<NotReadyAfter, String> {
     index::parse_not_ready_after(text)
         .map_err(|_| "a duration such as 0s, 30s or 10m, or never, is expected".to_owned())

@@ -52,7 +52,7 @@ pub use options::{AttachKind, Options, Sizes};
 pub use program::OBJECT;
 pub use program::try_load;
 pub use report::{Attachment, BoundMap, FlowEvent, FlowEventKind, How, Report};
-pub use snapshot::{MarkSnapshot, PodSnapshot, ServiceSnapshot, Snapshot};
+pub use snapshot::{LastMove, MarkSnapshot, PodSnapshot, ServiceSnapshot, Snapshot, draining};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use self::{

@@ -14,7 +14,7 @@ use super::{
     layout::Layout,
     own_maps::{map_error, open_own},
     program::Binding,
-    records::{EGRESSES, Egresses, PODS, Pods, typed},
+    records::{EGRESSES, Egresses, PODS, Pods, generation, typed},
     report::from_mapped,
     tables::{mark_snapshot, service_address, service_snapshot},
 };
@@ -91,6 +91,64 @@ pub struct PodSnapshot {
     pub program_id: u32,
     /// Drain is refused for it with `fouSourcePortAuto`.
     pub ports_overlap: bool,
+}
+
+/// The last time that a client was moved off a backend of a service. The program remembers one for each pair.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LastMove {
+    /// The service.
+    pub service: ServiceAddress,
+    /// Address of the client pod.
+    pub client: IpAddr,
+    /// `namespace/name` of the client pod, while it is attached. The address may be another pod's by now.
+    pub pod: Option<String>,
+    /// Address of the backend that it was moved off.
+    pub from: IpAddr,
+    /// When.
+    pub at: Monotonic,
+}
+
+impl LastMove {
+    /// Reads them from the pins below `pin_directory`, in no order. Not part of a [`Snapshot`], because there are up to as
+    /// many as clients times services, and metrics do without them.
+    ///
+    /// # Errors
+    ///
+    /// When the pinned map cannot be opened or read.
+    pub fn read(
+        pin_directory: &Path,
+        pods: &BTreeMap<PodUid, PodSnapshot>,
+    ) -> Result<Vec<Self>, DatapathError> {
+        let Some(map) = open_own(&Layout::new(pin_directory), maps::PREVIOUS)? else { return Ok(Vec::new()) };
+        let mut names = BTreeMap::new();
+        for (uid, pod) in pods {
+            names.extend(pod.addresses.iter().map(|address| ((*address, generation(uid)), &pod.name)));
+        }
+        let moves = entries::<abi::ClientServiceKey, abi::Previous>(map, maps::PREVIOUS)?;
+        Ok(moves
+            .into_iter()
+            .map(|(key, previous)| {
+                let client = from_mapped(key.client);
+                Self {
+                    service: ServiceAddress {
+                        address: from_mapped(key.service),
+                        port: u16::from_be_bytes(key.service_port),
+                    },
+                    client,
+                    pod: names.get(&(client, previous.generation)).map(|name| (*name).clone()),
+                    from: from_mapped(previous.backend_address),
+                    at: Monotonic(previous.moved_at),
+                }
+            })
+            .collect())
+    }
+}
+
+/// Inner flows that stay on the leaving backend now. The record of a backend may have been evicted while flows of it were
+/// still to end, and what ended since then stands below zero.
+#[must_use]
+pub fn draining(drain: &DrainStats) -> u64 {
+    drain.flows.cast_signed().max(0).cast_unsigned()
 }
 
 impl Snapshot {

@@ -15,7 +15,7 @@ use prometheus_client::{
 
 use crate::{
     clock::Monotonic,
-    datapath::Snapshot,
+    datapath::{Snapshot, draining},
     plan::{MarkState, Mode},
 };
 
@@ -154,7 +154,7 @@ impl SnapshotCell {
             .iter()
             .filter(|(address, drain)| {
                 let leaving = |state| matches!(state, MarkState::Leaving | MarkState::Gone);
-                drain.flows > 0 || snapshot.marks.get(address).is_some_and(|mark| leaving(mark.state))
+                draining(drain) > 0 || snapshot.marks.get(address).is_some_and(|mark| leaving(mark.state))
             })
             .map(|(address, drain)| (address.to_string(), drain))
             .collect();
@@ -162,7 +162,7 @@ impl SnapshotCell {
             "drained_flows",
             "Inner flows that stay on the leaving backend for now; flows that never said goodbye stay counted",
             current.iter().map(|(backend, drain)| {
-                ([("backend", backend.as_str())], i64::try_from(drain.flows).unwrap_or(i64::MAX))
+                ([("backend", backend.as_str())], i64::try_from(draining(drain)).unwrap_or(i64::MAX))
             }),
         )?;
         sheet.counters(

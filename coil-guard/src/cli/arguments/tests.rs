@@ -56,6 +56,21 @@ fn an_invalid_value_names_the_flag_and_what_is_allowed() {
 }
 
 #[test]
+fn status_is_repeated_every_two_seconds_or_as_often_as_told() {
+    let watch = |arguments: &[&str]| match parse(arguments).unwrap().command {
+        Command::Status(status) => (status.watch, status.json),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(watch(&["status"]), (None, false));
+    assert_eq!(watch(&["status", "--watch", "--json"]), (Some(Duration::from_secs(2)), true));
+    assert_eq!(watch(&["status", "--watch", "0.5"]), (Some(Duration::from_millis(500)), false));
+    for value in ["0", "-1", "soon", "1e9", "NaN"] {
+        let error = parse(&["status", &format!("--watch={value}")]).unwrap_err();
+        assert!(error.contains("--watch") && error.contains("seconds from 0.1 to 86400"), "{error}");
+    }
+}
+
+#[test]
 fn every_flag_has_an_environment_name_of_ours_and_a_help_text() {
     let command = Cli::command();
     let run = command.find_subcommand("run").unwrap();
