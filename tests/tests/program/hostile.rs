@@ -19,7 +19,7 @@ use coil_guard_tests::{
 
 use crate::support::FAMILIES;
 
-const PACKETS: u64 = 200_000;
+const PACKETS: u64 = 50_000;
 /// Packets between two states of the maps.
 const ROUND: u64 = 256;
 const PORTS: [u16; 6] = [FOU_PORT, 40_001, 60_999, 61_001, 61_002, 65_200];
