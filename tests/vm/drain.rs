@@ -44,12 +44,9 @@ fn a_transfer_stays(tunnels: Tunnels, family: IpFamily, offload: bool) -> Result
             let seen = tcp::short(world.client(), family, PATIENCE)?;
             ensure!(world.index_of(seen)? != home, "a new connection went to the leaving pod {seen}");
         }
+        // No datagram says that it is the first of its flow, so these may stay (rule D2): here they must be answered.
         for length in [8, 1380, 4000] {
-            let seen = tcp::datagram(world.client(), family, length, PATIENCE)?;
-            ensure!(
-                world.index_of(seen)? != home,
-                "a new datagram of {length} bytes went to the leaving pod {seen}"
-            );
+            tcp::datagram(world.client(), family, length, PATIENCE)?;
         }
         bulk.wait_progress(1 << 20, PATIENCE)?;
         let report = ping.finish()?;
