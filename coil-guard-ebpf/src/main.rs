@@ -7,6 +7,11 @@
 #![no_main]
 #![feature(core_intrinsics)]
 #![expect(internal_features, reason = "the BPF target's core has no compare-and-exchange")]
+#![expect(
+    clippy::needless_borrows_for_generic_args,
+    reason = "by value, keys and values would be copied to the stack"
+)]
+#![expect(clippy::needless_pass_by_value, reason = "the entry point takes what the classifier macro gives")]
 
 mod apart;
 mod atomic;

@@ -11,6 +11,11 @@
     unreachable_pub,
     reason = "a program, not a library: nothing uses its items from outside"
 )]
+#![expect(
+    clippy::needless_borrows_for_generic_args,
+    reason = "by value, entries would be copied to the stack"
+)]
+#![expect(clippy::needless_pass_by_value, reason = "the entry points take what the classifier macro gives")]
 
 mod abi;
 mod conntrack;

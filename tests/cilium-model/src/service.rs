@@ -77,6 +77,9 @@ pub fn balance<F: Family>(
     Some(backend)
 }
 
+/// Id of the chosen backend, its address and port.
+type Chosen<F> = (u32, (&'static <F as Family>::Address, [u8; 2]));
+
 /// UDP has no SYN, so that a backend which exists is kept in every state.
 #[inline(always)]
 fn established<F: Family>(
@@ -85,7 +88,7 @@ fn established<F: Family>(
     service: &Service,
     protocol: u8,
     entry: *mut CtEntry,
-) -> Option<(u32, (&'static F::Address, [u8; 2]))> {
+) -> Option<Chosen<F>> {
     // SAFETY: a live map value.
     let (id, rev_nat_index) =
         unsafe { ((&raw const (*entry).backend_id).read_volatile() as u32, (*entry).rev_nat_index) };
@@ -113,7 +116,7 @@ fn choose<F: Family>(
     service: &Service,
     protocol: u8,
     by_affinity: bool,
-) -> Option<(u32, (&'static F::Address, [u8; 2]))> {
+) -> Option<Chosen<F>> {
     if by_affinity
         && service.flags & SERVICE_FLAG_AFFINITY != 0
         && let Some(id) = from_affinity::<F>(&packet.source, service)
