@@ -53,7 +53,7 @@ fn a_transfer_stays(tunnels: Tunnels, family: IpFamily, offload: bool) -> Result
         ensure!(report.lost().is_empty(), "lost echo requests {:?} of {}", report.lost(), report.sent.len());
         world.scenario.explain(bulk.finish())?;
         println!(
-            "{family:?} {tunnels:?} offload {offload}: {:.0} Mbit/s before, {:.0} drained ({:.2})",
+            "figure: {family:?} {tunnels:?} offload {offload}: {:.0} Mbit/s before, {:.0} drained ({:.2})",
             before * 8e-6,
             during * 8e-6,
             during / before
@@ -144,7 +144,11 @@ fn a_ping_of_a_lost_node_recovers_after_not_ready_after() -> Result<()> {
         let report = ping.finish()?;
         let recovered = report.answered.iter().filter_map(|number| report.sent.get(usize::from(*number)));
         let first = recovered.filter(|sent| **sent > marked).map(|sent| *sent - marked).min();
-        println!("recovered {first:?} after the mark, {} of {} lost", report.lost().len(), report.sent.len());
+        println!(
+            "figure: recovered {first:?} after the mark, {} of {} lost",
+            report.lost().len(),
+            report.sent.len()
+        );
         let first = first.context("no echo request was answered again")?;
         ensure!(
             first > Duration::from_millis(1500) && first < Duration::from_secs(4),

@@ -111,7 +111,7 @@ fn nothing_stalls(tunnels: Tunnels) -> Result<()> {
             let builder = Scenario::builder(lab().backends(2 * PODS).published(PODS)).mode("reset");
             let mut world = World::start(builder, tunnels)?;
             let figures = roll(&mut world, family, PATIENCE)?;
-            println!("{family:?} {tunnels:?}: {figures}");
+            println!("figure: {family:?} {tunnels:?}: {figures}");
             let good = figures.failed.is_empty() && figures.lost.is_empty() && figures.to_leaving.is_empty();
             world.scenario.explain(if good { Ok(()) } else { Err(anyhow::anyhow!("{figures}")) })?;
             ensure!(figures.connections > 50 && figures.pings > 50, "too little was tried: {figures}");
@@ -148,7 +148,7 @@ fn without_the_guard_the_same_restart_stalls() -> Result<()> {
             };
             let mut world = World::start(builder, Tunnels::COIL)?;
             let figures = roll(&mut world, IpFamily::V4, Duration::from_millis(1500))?;
-            println!("{mode:?}: {figures}");
+            println!("figure: {mode:?}: {figures}");
             ensure!(
                 !figures.failed.is_empty() && !figures.lost.is_empty() && !figures.to_leaving.is_empty(),
                 "{mode:?}: this restart should have stalled: {figures}"

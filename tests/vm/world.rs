@@ -40,6 +40,11 @@ impl World {
         // Minutes of grace: no test here waits for the end of a drain.
         let mut scenario = builder.grace(600).start()?;
         tunnels.equip(&mut scenario.lab)?;
+        if let Some(agent) = &scenario.agent {
+            let log = agent.log();
+            let kind = log.split("attachment=").nth(1).and_then(|rest| rest.split_whitespace().next());
+            println!("figure: attached by {}", kind.unwrap_or("nothing"));
+        }
         let outside = Outside::start(scenario.lab.families())?;
         Ok(Self { scenario, outside })
     }

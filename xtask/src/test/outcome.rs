@@ -41,10 +41,14 @@ pub(crate) fn count(outcomes: &[Outcome]) -> [usize; 3] {
 /// What a test says about itself when it finds that it cannot run: the rest of the line is the reason.
 const SKIP_MARK: &str = "skipped: ";
 
-/// libtest leaves its own line open until the test has ended, so the mark may follow it.
-fn skip_reason(line: &str) -> Option<&str> {
+/// What a test says that is worth showing also when it passes: the rest of the line.
+const FIGURE_MARK: &str = "figure: ";
+
+/// What follows `mark` on a line that begins with it. libtest leaves its own line open until the test has ended, so the
+/// mark may follow that.
+fn marked<'a>(line: &'a str, mark: &str) -> Option<&'a str> {
     let said = line.split_once(" ... ").map_or(line, |(_, said)| said);
-    said.strip_prefix(SKIP_MARK)
+    said.strip_prefix(mark)
 }
 
 /// Judges one test that ran alone in its process.
@@ -53,7 +57,7 @@ pub(crate) fn judge(name: String, output: &str, success: bool, took: Duration, l
         Status::Failed(format!("not finished after {limit:.0?}"))
     } else if !success {
         Status::Failed("see its output above".to_owned())
-    } else if let Some(reason) = output.lines().find_map(skip_reason) {
+    } else if let Some(reason) = output.lines().find_map(|line| marked(line, SKIP_MARK)) {
         Status::Skipped(reason.to_owned())
     } else if output.contains("test result: ok. 0 passed; 0 failed; 1 ignored") {
         Status::Skipped("marked #[ignore]".to_owned())
@@ -74,6 +78,9 @@ pub(crate) fn report(group: &str, number: usize, total: usize, outcome: &Outcome
     };
     if matches!(outcome.status, Status::Failed(_)) {
         eprintln!("---- {}\n{output}----", outcome.name);
+    }
+    for figure in output.lines().filter_map(|line| marked(line, FIGURE_MARK)) {
+        eprintln!("{group}:     {figure}");
     }
     eprintln!(
         "{group}: [{number}/{total}] {word} {:.1}s {}{detail}",
