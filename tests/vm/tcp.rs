@@ -140,7 +140,7 @@ impl Bulk {
 fn send(mut stream: TcpStream, stop: &AtomicBool, sent: &AtomicU64) -> Result<()> {
     const CHUNK: usize = 64 * 1024;
     let mut digest = Digest::default();
-    let mut chunk: Vec<u8> = (0..CHUNK / 8).flat_map(|index| index.to_be_bytes()).collect();
+    let mut chunk: Vec<u8> = (0..CHUNK / 8).flat_map(usize::to_be_bytes).collect();
     let mut number = 0_u64;
     while !stop.load(Ordering::Relaxed) {
         // Every chunk differs, so that one in the place of another is found.
