@@ -107,8 +107,9 @@ impl Load for Window<'_> {
     #[inline(always)]
     fn load_near<T: Header>(&self, offset: u32) -> Option<T> {
         let at = offset.wrapping_sub(self.offset);
-        let end = at.wrapping_add(size_of::<T>() as u32);
-        if end > WINDOW as u32 || end > self.length {
+        // The bound is on `at` itself, which is what is added to the pointer: kernels before 6.11 do not carry a bound of
+        // `at + size` over to `at`.
+        if at > (WINDOW - size_of::<T>()) as u32 || at + size_of::<T>() as u32 > self.length {
             return self.load(offset);
         }
         // SAFETY: in bounds; Header allows any bytes and has alignment 1.
