@@ -182,3 +182,40 @@ fn status_shows_the_cutover_and_the_leaving_backend_from_both_sides() -> Result<
         Ok(())
     })
 }
+
+/// The numbers in status and in the metrics are those of the packets that were sent.
+#[test]
+fn metrics_and_status_agree_with_what_was_sent() -> Result<()> {
+    lab_test(|| {
+        let mut scenario = Scenario::builder(Lab::builder()).mode("reset").start()?;
+        let family = IpFamily::V4;
+        let send = |scenario: &Scenario, count: u64| -> Result<()> {
+            let stream = scenario.lab.stream(0, scenario.lab.spec(0, family).count(count))?;
+            stream.finish(false)?.ensure_exactly_once()
+        };
+        send(&scenario, 100)?;
+        let own = scenario.bound(0, family, 5555)?;
+        scenario.terminate(own)?;
+        scenario.wait_mark(own, mark::LEAVING)?;
+        send(&scenario, 50)?;
+        // The first packet finds no entry and is left to Cilium; one packet moves the flow; the others are healthy.
+        let expected = [("left_to_cilium", 1.0), ("moved", 1.0), ("healthy", 148.0)];
+        let found = eventually("numbers in the metrics", scenario.patience(), || {
+            let agent = scenario.agent()?;
+            let mut seen = vec![agent.metric("coil_guard_egress_packets_total", &[EGRESS])?];
+            for (reason, _) in expected {
+                seen.push(agent.metric("coil_guard_packets_total", &[&format!("reason=\"{reason}\"")])?);
+            }
+            let wanted: Vec<f64> = [150.0].into_iter().chain(expected.map(|(_, packets)| packets)).collect();
+            Ok(if seen == wanted { Ok(()) } else { Err((seen, wanted)) })
+        });
+        scenario.explain(found)?;
+        let status = status()?;
+        let counters = &status["egresses"][format!("{NAMESPACE}/{EGRESS}")]["counters"];
+        ensure!(counters["packets"] == 150 && counters["moved"] == 1, "{counters:#}");
+        for (reason, packets) in expected {
+            ensure!(status["packets"][reason] == packets as u64, "{reason}: {:#}", status["packets"]);
+        }
+        Ok(())
+    })
+}
