@@ -90,7 +90,14 @@ impl Circumstances {
         if listed && self.state == BACKEND_ACTIVE {
             USABLE | KEEPS
         } else if explains {
-            SINCE_MARK | if self.marked != mark::GONE && self.ahead { KEEPS } else { 0 }
+            // The time of a leaving backend is one for a drain. Where drain is refused to a pod the mark of a drain is there
+            // all the same.
+            let may_keep = match self.marked {
+                mark::LEAVING => self.awhile,
+                mark::GONE => false,
+                _ => true,
+            };
+            SINCE_MARK | if may_keep && self.ahead { KEEPS } else { 0 }
         } else if self.awhile {
             SINCE_SEEN | if self.state == BACKEND_TERMINATING { KEEPS_AWHILE } else { KEEPS }
         } else if self.state == BACKEND_TERMINATING {

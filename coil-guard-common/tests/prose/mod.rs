@@ -60,7 +60,7 @@ impl Facts {
         let Some(mark) = self.mark else { return self.keeps_without_mark() };
         let valid = self.now < mark.valid_until;
         match mark.state {
-            mark::LEAVING => self.now < mark.keep_until,
+            mark::LEAVING => self.drain && self.now < mark.keep_until,
             mark::NOT_READY if valid && self.fresh => self.now < mark.keep_until,
             mark::GONE if valid => false,
             _ => self.keeps_without_mark(),
