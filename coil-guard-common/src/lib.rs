@@ -6,6 +6,7 @@
 //! * [`packet`], [`inner`], [`checksum`]: reading outer and inner headers, and the one change made to them;
 //! * [`decide`]: the decision.
 #![no_std]
+#![cfg_attr(target_arch = "bpf", feature(asm_experimental_arch))]
 
 #[cfg(test)]
 extern crate std;

@@ -136,7 +136,7 @@ fn decide<F: Family>(
         let offset = F::outer(world.scratch).inner();
         let client = F::outer(world.scratch).source.mapped();
         (world.scratch.flow.client, world.scratch.fragment.client) = (client, client);
-        inner_flow::<F>(packet, world.scratch, offset);
+        world.scratch.flow_packet = inner_flow::<F>(packet, world.scratch, offset);
     }
     let mode = world.scratch.mode;
     decide::decide(&mut world, state, mode);
@@ -179,13 +179,15 @@ fn effective_mode(service: &GuardedService) -> u8 {
 }
 
 /// Reads the inner flow at `offset` into the scratch key.
+///
+/// It has a result so that the register of results holds one: a function without may leave a pointer into its frame there,
+/// which the verifier refuses.
 #[inline(never)]
-fn inner_flow<F: Family>(packet: &Packet<'_>, scratch: &mut Scratch, offset: u32) {
+fn inner_flow<F: Family>(packet: &Packet<'_>, scratch: &mut Scratch, offset: u32) -> inner::FlowPacket {
     (scratch.flow.service, scratch.flow.service_port) = (scratch.service.address, scratch.service.port);
     // Nearly always of the outer packet's family.
     let window = F::window(packet, offset, &mut scratch.window);
     let (flow_packet, fragment) = inner::parse(&window, offset, &mut scratch.flow, &mut scratch.fragment);
-    scratch.flow_packet = flow_packet;
     if fragment != Fragment::Whole {
         if fragment == Fragment::First {
             maps::remember_fragment(scratch);
@@ -193,6 +195,7 @@ fn inner_flow<F: Family>(packet: &Packet<'_>, scratch: &mut Scratch, offset: u32
             maps::follow_fragment(scratch);
         }
     }
+    flow_packet
 }
 
 #[inline(always)]

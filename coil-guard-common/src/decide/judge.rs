@@ -149,6 +149,21 @@ const fn before(time: u64, limit: u64) -> u64 {
     time.wrapping_sub(limit) >> 63
 }
 
+/// `value`, of which the compiler forgets what it knew. In a register: `black_box` would leave a pointer into the stack in
+/// the register of the result, which the verifier lets no function return.
+#[inline(always)]
+fn opaque(value: usize) -> usize {
+    #[cfg(target_arch = "bpf")]
+    {
+        let mut value = value;
+        // SAFETY: no instruction at all.
+        unsafe { core::arch::asm!("", inout("r1") value, options(nomem, nostack, preserves_flags)) };
+        value
+    }
+    #[cfg(not(target_arch = "bpf"))]
+    value
+}
+
 /// Judges the backend `id`, which is named by an entry of the packet's service.
 #[inline(always)]
 pub fn judge(world: &mut impl World, id: u64, unmarked: Unmarked, out: &mut Judgement) {
@@ -184,9 +199,9 @@ pub(super) fn judge_here(
         before(now, keep_until),
         unmarked as u64,
     );
-    // The mask is for the verifier, and the black box keeps the compiler from spreading it over the parts that it has
-    // proven small: kernels before 6.11 do not see then that their sum is small too.
-    let index = core::hint::black_box(index) & (VERDICTS_LENGTH - 1);
+    // The mask is for the verifier, and not to be spread over the parts that the compiler has proven small: kernels before
+    // 6.11 do not see then that their sum is small too.
+    let index = opaque(index) & (VERDICTS_LENGTH - 1);
     let verdict = VERDICTS.get(index).copied().unwrap_or(0);
     (out.id, out.present, out.began) = (id, true, 0);
     out.verdict(verdict);

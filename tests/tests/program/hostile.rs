@@ -57,7 +57,9 @@ fn no_packet_makes_it_do_what_it_must_not() -> Result<()> {
         for reason in Reason::ALL {
             let count = counters.of(*reason) - started.of(*reason);
             println!("{count:>10} {}", reason.label());
-            let rare = *reason == Reason::Contended;
+            // Contended needs another CPU, and what is left to Cilium a state that random maps are seldom in; both are reached
+            // on purpose elsewhere.
+            let rare = matches!(reason, Reason::Contended | Reason::LeftToCilium | Reason::ExtensionHeaders);
             ensure!(rare || count > 0 || packets < PACKETS, "no packet was counted as {reason:?}");
         }
         Ok(())
