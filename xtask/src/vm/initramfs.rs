@@ -1,7 +1,7 @@
 //! The guest's root file system: programs of this machine with the libraries they load, the kernel's modules, the tests.
 
 use std::{
-    env, fs,
+    fs,
     path::{Path, PathBuf},
     process::Command,
 };
@@ -74,7 +74,9 @@ pub(crate) fn base(kernel: &Kernel) -> Result<Vec<u8>> {
 /// The part of one run: the tests, the agent, and this program, which is the guest's first process.
 pub(crate) fn tests(jobs: &[Job], binaries: &[(PathBuf, String)], scratch: &Path) -> Result<Vec<u8>> {
     let mut archive = Archive::default();
-    let init = env::current_exe().context("cannot tell where this program is")?;
+    // Not by its path: cargo may have replaced the file since this program was started from it.
+    let init = scratch.join("init");
+    fs::copy("/proc/self/exe", &init).context("cannot copy this program")?;
     let stripped = strip(&init, scratch)?;
     archive.file(Path::new("/init"), EXECUTABLE, &read(&stripped)?);
     add_libraries(&mut archive, &init)?;
