@@ -154,8 +154,7 @@ impl Builder {
 
 /// Runs the agent with nothing but the image's files.
 fn try_out(root: &Path, version: &str) -> Result<()> {
-    let inside =
-        |argument: &str| capture(Command::new("chroot").arg(root).args([BINARY, argument]).env_clear());
+    let inside = |argument: &str| capture(chroot(root).args([BINARY, argument]));
     let printed = inside("--version")?;
     ensure!(
         printed.trim().ends_with(version),
@@ -168,6 +167,13 @@ fn try_out(root: &Path, version: &str) -> Result<()> {
     Ok(())
 }
 
+/// Runs what follows inside of `root`, with nothing in the environment but the path on which chroot is found.
+fn chroot(root: &Path) -> Command {
+    let mut command = Command::new("chroot");
+    command.env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").arg(root);
+    command
+}
+
 /// Lets the agent make its client for an API server that is not there: it must get as far as the connection.
 fn ensure_tls(root: &Path) -> Result<()> {
     const KUBECONFIG: &str = "/probe.kubeconfig";
@@ -178,9 +184,7 @@ fn ensure_tls(root: &Path) -> Result<()> {
             "contexts":[{"name":"c","context":{"cluster":"c","user":"u"}}],"users":[{"name":"u","user":{}}],
             "clusters":[{"name":"c","cluster":{"server":"https://127.0.0.1:1"}}]}"#,
     )?;
-    let mut command = Command::new("chroot");
-    command.arg(root).args([BINARY, "check", "--kubeconfig", KUBECONFIG]).env_clear();
-    let output = command.output();
+    let output = chroot(root).args([BINARY, "check", "--kubeconfig", KUBECONFIG]).output();
     fs::remove_file(&probe)?;
     let output = output.context("cannot run the agent in the image")?;
     let said = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);

@@ -15,7 +15,7 @@ use std::{
 
 use anyhow::{Context as _, Result};
 
-use super::{Outcome, Run, TestBinary, judge, report};
+use super::{Outcome, Run, Status, TestBinary, judge, report};
 
 /// Runs every wanted test, `run.jobs` at a time.
 pub(crate) fn run(run: &Run, binaries: &[&TestBinary]) -> Result<Vec<Outcome>> {
@@ -34,7 +34,7 @@ pub(crate) fn run(run: &Run, binaries: &[&TestBinary]) -> Result<Vec<Outcome>> {
         for _ in 0..run.jobs.min(tests.len()) {
             scope.spawn(|| {
                 while let Some((binary, name)) = tests.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    match run_one(run, binary, name) {
+                    match run_twice_if_it_fails(run, binary, name) {
                         Ok((outcome, output)) => {
                             let mut outcomes = lock(&outcomes);
                             report("lab", outcomes.len() + 1, tests.len(), &outcome, &output);
@@ -50,6 +50,16 @@ pub(crate) fn run(run: &Run, binaries: &[&TestBinary]) -> Result<Vec<Outcome>> {
         Some(error) => Err(error),
         None => Ok(outcomes.into_inner().unwrap_or_default()),
     }
+}
+
+/// A test that failed has one more try, told loudly: lab tests wait for what happens on a machine that does other things too,
+/// and one that fails twice has found something.
+fn run_twice_if_it_fails(run: &Run, binary: &TestBinary, name: &str) -> Result<(Outcome, String)> {
+    let (first, output) = run_one(run, binary, name)?;
+    let Status::Failed(why) = &first.status else { return Ok((first, output)) };
+    eprintln!("---- {}: first try\n{output}", first.name);
+    eprintln!("lab: UNSTABLE? {} failed ({why}): output above, trying once more", first.name);
+    run_one(run, binary, name)
 }
 
 fn run_one(run: &Run, binary: &TestBinary, name: &str) -> Result<(Outcome, String)> {
