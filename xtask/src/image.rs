@@ -184,7 +184,8 @@ fn ensure_tls(root: &Path) -> Result<()> {
             "contexts":[{"name":"c","context":{"cluster":"c","user":"u"}}],"users":[{"name":"u","user":{}}],
             "clusters":[{"name":"c","cluster":{"server":"https://127.0.0.1:1"}}]}"#,
     )?;
-    let output = chroot(root).args([BINARY, "check", "--kubeconfig", KUBECONFIG]).output();
+    let output =
+        chroot(root).args([BINARY, "check", "--node-name", "probe", "--kubeconfig", KUBECONFIG]).output();
     fs::remove_file(&probe)?;
     let output = output.context("cannot run the agent in the image")?;
     let said = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
