@@ -3,10 +3,7 @@
 use std::{net::IpAddr, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
-use coil_guard_common::{
-    abi::mark,
-    decide::{SETTLE, drain_port},
-};
+use coil_guard_common::{abi::mark, decide::drain_port};
 use coil_guard_tests::{
     cilium::{BackendState, CiliumVersion, IpFamily, MatchPolicy, Policy},
     fou::{InnerPacket, StreamReport, StreamSpec, inner::tcp, log::now},
@@ -58,11 +55,6 @@ fn go_on(scenario: &Scenario, family: IpFamily, port: u16) -> Result<StreamRepor
     Ok(report)
 }
 
-/// Lets the time pass for which new connections still join a leaving backend. The program's clock is up to 10 ms behind.
-fn wait_settled() {
-    std::thread::sleep(Duration::from_nanos(SETTLE) + Duration::from_millis(15));
-}
-
 fn old_stay_and_new_leave(lab: LabBuilder, sport_auto: bool) -> Result<()> {
     lab_test(move || {
         let mut builder = drain(lab);
@@ -77,7 +69,7 @@ fn old_stay_and_new_leave(lab: LabBuilder, sport_auto: bool) -> Result<()> {
             old.wait_arrived(ENOUGH, scenario.patience())?;
             scenario.terminate(home)?;
             scenario.wait_mark(home, mark::LEAVING)?;
-            wait_settled();
+            check::wait_settled();
             for port in 50_100..50_120 {
                 let new = open(&scenario, family, port)?;
                 ensure!(new != home, "{family:?}: new connection {port} went to the leaving backend {home}");
@@ -144,7 +136,7 @@ fn source_port_auto_old_connections_stay_and_new_ones_leave() -> Result<()> {
         let leaving = homes[1];
         scenario.terminate(leaving)?;
         scenario.wait_mark(leaving, mark::LEAVING)?;
-        wait_settled();
+        check::wait_settled();
         // A new connection on the shared outer port, and one on a port of its own.
         for (inner, outer) in [(51_001, 40_002), (51_002, 40_077)] {
             let syn =
@@ -206,7 +198,7 @@ fn replies_pass_default_deny_after_a_long_pause() -> Result<()> {
             let home = open(&scenario, family, 50_001)?;
             scenario.terminate(home)?;
             scenario.wait_mark(home, mark::LEAVING)?;
-            wait_settled();
+            check::wait_settled();
             ensure!(open(&scenario, family, 50_002)? != home);
             go_on(&scenario, family, 50_001)?.ensure_answered_by(scenario.lab.service(family))?;
             // The connection is quiet until the garbage collection has taken every entry of it.
@@ -236,7 +228,7 @@ fn connections_opened_while_nothing_was_live_drain_too() -> Result<()> {
         ensure!(home == 0);
         scenario.terminate(0)?;
         scenario.wait_mark(0, mark::LEAVING)?;
-        wait_settled();
+        check::wait_settled();
         ensure!(open(&scenario, family, 50_002)? == 0, "there is no other backend");
         scenario.announce_backend(1)?;
         scenario.lab.publish_backend(1)?;
@@ -261,7 +253,7 @@ fn a_backend_that_comes_back_keeps_its_flows() -> Result<()> {
         old.wait_arrived(ENOUGH, scenario.patience())?;
         scenario.cluster.set_ready(&pod, false)?;
         scenario.wait_mark(home, mark::NOT_READY)?;
-        wait_settled();
+        check::wait_settled();
         let moved = open(&scenario, family, 50_002)?;
         ensure!(moved != home, "new connections avoid a backend that is not ready");
         old.wait_arrived(old.sent() + ENOUGH, scenario.patience())?;
@@ -281,7 +273,7 @@ fn marked_drains_go_on_without_the_agent() -> Result<()> {
         let home = open(&scenario, family, 50_001)?;
         scenario.terminate(home)?;
         scenario.wait_mark(home, mark::LEAVING)?;
-        wait_settled();
+        check::wait_settled();
         scenario.kill_agent()?;
         ensure!(open(&scenario, family, 50_002)? != home);
         // Longer than a drain that no agent has marked.
@@ -299,7 +291,7 @@ fn without_an_agent_a_leaving_backend_drains_for_five_seconds() -> Result<()> {
         scenario.kill_agent()?;
         scenario.lab.set_backend(home, BackendState::Terminating)?;
         check::stayed(&go_on(&scenario, family, 50_001)?, home)?;
-        wait_settled();
+        check::wait_settled();
         ensure!(open(&scenario, family, 50_002)? != home);
         check::stayed(&go_on(&scenario, family, 50_001)?, home)?;
         std::thread::sleep(Duration::from_millis(5_200));
@@ -317,7 +309,7 @@ fn a_syn_of_a_known_tuple_is_a_new_flow() -> Result<()> {
         let home = open(&scenario, family, 50_001)?;
         scenario.terminate(home)?;
         scenario.wait_mark(home, mark::LEAVING)?;
-        wait_settled();
+        check::wait_settled();
         check::stayed(&go_on(&scenario, family, 50_001)?, home)?;
         let again = open(&scenario, family, 50_001)?;
         ensure!(again != home, "the new connection of an old tuple went to the leaving backend");

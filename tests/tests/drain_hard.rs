@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, ensure};
 use coil_guard_common::{
     abi::mark,
     cilium::CtEntry,
-    decide::{DRAIN_PORTS, SETTLE, drain_port},
+    decide::{DRAIN_PORTS, drain_port},
 };
 use coil_guard_tests::{
     cilium::{BackendState, CiliumVersion, Expect, IpFamily, MatchPolicy},
@@ -35,11 +35,6 @@ fn send(scenario: &Scenario, inner: Vec<InnerPacket>) -> Result<BTreeMap<u64, us
         scenario.lab.stream(0, scenario.lab.spec(0, FAMILY).inner(inner).count(count))?.finish(false)?;
     report.ensure_exactly_once()?;
     Ok(report.backends())
-}
-
-/// Lets the time pass for which new connections still join a leaving backend. The program's clock is up to 10 ms behind.
-fn wait_settled() {
-    std::thread::sleep(Duration::from_nanos(SETTLE) + Duration::from_millis(15));
 }
 
 /// How many rounds of the race; the default keeps a run short, `COIL_GUARD_ROUNDS=1000` is the promise.
@@ -71,7 +66,7 @@ fn no_old_packet_meets_the_new_backend_while_the_mark_is_written() -> Result<()>
             scenario.terminate(home)?;
             scenario.wait_mark(home, mark::LEAVING)?;
             let marked = now();
-            wait_settled();
+            check::wait_settled();
             let settled = now();
             olds.wait_arrived(olds.sent() + 40, scenario.patience())?;
             news.wait_arrived(news.sent() + 40, scenario.patience())?;
@@ -108,7 +103,7 @@ fn ten_thousand_flows_of_one_client_go_where_they_should() -> Result<()> {
         let (again, later) = (all(old, tcp::ACK), all(new, tcp::ACK));
         scenario.terminate(home)?;
         scenario.wait_mark(home, mark::LEAVING)?;
-        wait_settled();
+        check::wait_settled();
         let there = |sent: BTreeMap<u64, usize>| sent.into_values().collect::<BTreeSet<_>>();
         ensure!(there(send(&scenario, opening)?) == BTreeSet::from([1 - home]), "new connections");
         ensure!(there(send(&scenario, again)?) == BTreeSet::from([home]), "old connections");
@@ -135,7 +130,7 @@ fn an_overflowing_memory_costs_only_the_forgotten_flows_their_drain() -> Result<
         let home = send(&scenario, opening)?[&0];
         scenario.terminate(home)?;
         scenario.wait_mark(home, mark::LEAVING)?;
-        wait_settled();
+        check::wait_settled();
         let new = send(&scenario, vec![segment(&scenario, 20_000, tcp::SYN)])?[&0];
         ensure!(new != home, "a new connection on the leaving backend");
         // Forgotten ones are told by not being openings, and go to the backend that the client was moved off.
@@ -159,7 +154,7 @@ fn backends_that_leave_one_after_the_other_drain_side_by_side() -> Result<()> {
             if homes.len() < 3 {
                 scenario.terminate(home)?;
                 scenario.wait_mark(home, mark::LEAVING)?;
-                wait_settled();
+                check::wait_settled();
             }
         }
         for (port, home) in &homes {
@@ -185,7 +180,7 @@ fn a_stale_entry_under_the_drain_port_is_taken_over() -> Result<()> {
         scenario.lab.set_service_entry(0, FAMILY, port, &stale, Expect::Absent)?;
         scenario.terminate(home)?;
         scenario.wait_mark(home, mark::LEAVING)?;
-        wait_settled();
+        check::wait_settled();
         ensure!(send(&scenario, vec![segment(&scenario, 30_002, tcp::SYN)])?[&0] != home);
         let there: BTreeSet<_> =
             send(&scenario, vec![segment(&scenario, 30_001, tcp::ACK); 5])?.into_values().collect();
@@ -232,7 +227,7 @@ fn a_true_collision_of_drain_ports_is_reset_and_counted_and_never_misrouted() ->
             scenario.terminate(index)?;
             scenario.wait_mark(index, mark::LEAVING)?;
         }
-        wait_settled();
+        check::wait_settled();
         // Their own outer ports are taken over by new connections, so that both need the one drain port.
         for (home, port) in &homes {
             let inner = vec![segment(&scenario, port + 1000, tcp::SYN)];
@@ -327,7 +322,7 @@ fn icmp_errors_and_fragments_follow_their_flow() -> Result<()> {
         let opening = vec![segment(&scenario, 30_002, tcp::SYN)];
         scenario.terminate(home)?;
         scenario.wait_mark(home, mark::LEAVING)?;
-        wait_settled();
+        check::wait_settled();
         ensure!(send(&scenario, opening)?[&0] != home);
         let there = send(&scenario, old)?;
         ensure!(
@@ -347,7 +342,7 @@ fn a_drained_flow_that_ends_is_counted_as_ended() -> Result<()> {
         scenario.lab.set_backend(home, BackendState::Active)?;
         scenario.terminate(home)?;
         scenario.wait_mark(home, mark::LEAVING)?;
-        wait_settled();
+        check::wait_settled();
         send(&scenario, vec![segment(&scenario, 30_001, tcp::ACK)])?;
         let drained = |scenario: &Scenario| scenario.agent()?.metric("coil_guard_drained_flows", &[]);
         eventually("drained flow", scenario.patience(), || {

@@ -1,8 +1,16 @@
 //! What a stream's account must say about a move.
 
+use std::time::Duration;
+
 use anyhow::{Result, ensure};
+use coil_guard_common::decide::SETTLE;
 
 use crate::{cilium::Dump, fou::StreamReport};
+
+/// Lets the time pass for which new connections still join a leaving backend. The program's clock is up to 10 ms behind.
+pub fn wait_settled() {
+    std::thread::sleep(Duration::from_nanos(SETTLE) + Duration::from_millis(15));
+}
 
 /// Checks that nothing was lost or doubled, that no packet sent at or after `since` (CLOCK_MONOTONIC, ns) went to the
 /// backend `from`, and that there were such packets, and earlier ones on `from`.

@@ -22,7 +22,6 @@ use crate::{
         cluster::{Cluster, PodRef, PodSpec},
     },
     lab::{Lab, LabBuilder, eventually},
-    net::PodRole,
 };
 
 /// Namespace of the Egress.
@@ -236,15 +235,6 @@ impl Scenario {
         result.with_context(|| {
             self.agent.as_ref().map_or_else(|| "no agent is running".to_owned(), Agent::log_tail)
         })
-    }
-
-    /// Names of the pods of a role, for messages.
-    #[must_use]
-    pub fn names(&self, role: PodRole) -> Vec<String> {
-        match role {
-            PodRole::Client => self.clients.iter().map(|pod| pod.name.clone()).collect(),
-            PodRole::Backend => self.backends.iter().flatten().map(|pod| pod.name.clone()).collect(),
-        }
     }
 
     /// Events that the agent wrote: reason and note, in the order of their names.
