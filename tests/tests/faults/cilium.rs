@@ -104,8 +104,12 @@ fn pins_that_are_removed_and_brought_back_interrupt_nothing() -> Result<()> {
         }
         scenario.agent()?.wait_log(&["not bound to Cilium's maps"], scenario.patience())?;
         scenario.wait_attached(0)?;
-        let (ready, body) = scenario.agent()?.ready()?;
-        ensure!(!ready && body.contains("[-]cilium_maps"), "{body}");
+        let patience = scenario.patience();
+        let agent = scenario.agent()?;
+        eventually("an agent that is not ready for want of Cilium's maps", patience, || {
+            let (ready, body) = agent.ready()?;
+            Ok(if !ready && body.contains("[-]cilium_maps") { Ok(()) } else { Err(body) })
+        })?;
         // The programs still have the maps: an agent of Cilium's that is down has left them as they are.
         guards(&mut scenario, IpFamily::V4)?;
         ensure!(cilium_pins()?.is_empty(), "a map was made in Cilium's place: {:?}", cilium_pins()?);

@@ -74,9 +74,11 @@ pub(crate) fn base(kernel: &Kernel) -> Result<Vec<u8>> {
 /// The part of one run: the tests, the agent, and this program, which is the guest's first process.
 pub(crate) fn tests(jobs: &[Job], binaries: &[(PathBuf, String)], scratch: &Path) -> Result<Vec<u8>> {
     let mut archive = Archive::default();
+    fs::create_dir_all(scratch).with_context(|| format!("cannot create {}", scratch.display()))?;
     // Not by its path: cargo may have replaced the file since this program was started from it.
     let init = scratch.join("init");
-    fs::copy("/proc/self/exe", &init).context("cannot copy this program")?;
+    fs::copy("/proc/self/exe", &init)
+        .with_context(|| format!("cannot copy this program to {}", init.display()))?;
     let stripped = strip(&init, scratch)?;
     archive.file(Path::new("/init"), EXECUTABLE, &read(&stripped)?);
     add_libraries(&mut archive, &init)?;
@@ -91,7 +93,6 @@ pub(crate) fn tests(jobs: &[Job], binaries: &[(PathBuf, String)], scratch: &Path
 
 /// Debug information is most of a debug build; unpacking it would cost the guest seconds.
 fn strip(binary: &Path, scratch: &Path) -> Result<PathBuf> {
-    fs::create_dir_all(scratch)?;
     let name = binary.file_name().context("a binary without a name")?;
     let stripped = scratch.join(name);
     if succeeds(Command::new("strip").arg("--strip-debug").arg("-o").arg(&stripped).arg(binary)) {
