@@ -23,6 +23,8 @@ pub mod maps {
     pub const FRAGMENTS: &str = "FRAGMENTS";
     /// [`super::ClientServiceKey`] → [`super::Previous`], LRU hash, written by the program.
     pub const PREVIOUS: &str = "PREVIOUS";
+    /// [`super::PinnedPortKey`] → [`super::PinnedPort`], LRU hash, written by the program.
+    pub const PINNED_PORTS: &str = "PINNED_PORTS";
     /// [`super::LeavingKey`] → [`super::LeavingSeen`], LRU hash, written by the program.
     pub const LEAVING: &str = "LEAVING";
     /// Address (16 B) → [`super::DrainStats`], LRU hash, written by the program.
@@ -37,13 +39,14 @@ pub mod maps {
     pub const EVENTS: &str = "EVENTS";
 
     /// All of them that are shared between the program instances and pinned.
-    pub const ALL: [&str; 12] = [
+    pub const ALL: [&str; 13] = [
         GUARDED_SERVICES,
         BACKEND_MARKS,
         AGENT,
         INNER_FLOWS,
         FRAGMENTS,
         PREVIOUS,
+        PINNED_PORTS,
         LEAVING,
         DRAINS,
         COUNTERS,
@@ -74,8 +77,9 @@ macro_rules! shared {
 
 mod flows;
 mod report;
+mod rewrite;
 
-pub use self::{flows::*, report::*};
+pub use self::{flows::*, report::*, rewrite::*};
 
 /// What the guard does for an Egress, as [`GuardedService::mode`].
 pub mod mode {
@@ -85,6 +89,9 @@ pub mod mode {
     pub const RESET: u8 = 2;
     /// New inner connections leave at once, existing ones stay while the old pod serves.
     pub const DRAIN: u8 = 3;
+    /// A flow on a leaving backend gets another outer source port, so that Cilium chooses anew; Cilium's maps are only
+    /// read.
+    pub const REWRITE: u8 = 4;
 }
 
 /// [`GuardedService::flags`] bit: the Egress has `fouSourcePortAuto`, each inner flow has its own outer source port.
@@ -122,7 +129,8 @@ shared! {
     GuardedService, 24 {
         /// After this the service is not guarded any more: a bound on how long a dead agent's word holds.
         expires_at: u64,
-        /// Since when inner flows of this service are remembered; 0 when they are not.
+        /// Since when inner flows of this service are remembered, or in `REWRITE` ports are given; 0 in other modes. What
+        /// was remembered before does not count.
         tracked_since: u64,
         /// Index into `EGRESS_COUNTERS`.
         egress: u32,

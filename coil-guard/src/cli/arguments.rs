@@ -17,9 +17,11 @@ use crate::{
 ///
 /// A client pod of a Coil Egress stays on an egress pod that is being deleted for as long as Cilium's conntrack entry
 /// lives. coil-guard attaches a program inside the client pod that moves such a flow to a live egress pod with its next
-/// packet (reset), or keeps existing inner connections where they are and moves the new ones only (drain).
+/// packet (reset), or keeps existing inner connections where they are and moves the new ones only (drain). Where nothing may write
+/// to Cilium's maps, it gives the flow another source port, so that Cilium chooses anew (rewrite).
 ///
-/// What is done is chosen for each Egress by the annotation coil-guard.io/mode: off, audit, reset or drain.
+/// What is done is chosen for each Egress by the annotation coil-guard.io/mode: off, audit, reset, drain or
+/// rewrite.
 #[derive(Debug, Parser)]
 #[command(name = "coil-guard", version, max_term_width = 110)]
 pub struct Cli {
@@ -241,6 +243,9 @@ pub(crate) struct SizeArguments {
     /// Pairs of client and Service whose previous backend is remembered
     #[arg(long, env = "COIL_GUARD_MAP_PREVIOUS", value_name = "ENTRIES", default_value_t = Sizes::default().previous, value_parser = entries)]
     map_previous: u32,
+    /// Flows that were given another source port in mode rewrite; with fouSourcePortAuto each inner flow is one
+    #[arg(long, env = "COIL_GUARD_MAP_PINNED_PORTS", value_name = "ENTRIES", default_value_t = Sizes::default().pinned_ports, value_parser = entries)]
+    map_pinned_ports: u32,
     /// Backends seen leaving by Cilium's state alone
     #[arg(long, env = "COIL_GUARD_MAP_LEAVING", value_name = "ENTRIES", default_value_t = Sizes::default().leaving, value_parser = entries)]
     map_leaving: u32,
@@ -266,6 +271,7 @@ impl From<&SizeArguments> for Sizes {
             inner_flows: arguments.map_inner_flows,
             fragments: arguments.map_fragments,
             previous: arguments.map_previous,
+            pinned_ports: arguments.map_pinned_ports,
             leaving: arguments.map_leaving,
             drains: arguments.map_drains,
             egresses: arguments.map_egresses,

@@ -20,7 +20,7 @@ use super::StatusArguments;
 use crate::{
     cilium::{Current, Sought, current},
     datapath::{LastMove, Snapshot},
-    plan::{MarkState, Mode},
+    plan::MarkState,
 };
 
 /// Cursor to the top left, and everything cleared.
@@ -99,14 +99,6 @@ fn print(shown: &str, redraw: bool, first: bool) -> io::Result<()> {
     }
     out.write_all(shown.as_bytes())?;
     out.flush()
-}
-
-fn mode_name(mode: Mode) -> &'static str {
-    match mode {
-        Mode::Audit => "audit",
-        Mode::Reset => "reset",
-        Mode::Drain => "drain",
-    }
 }
 
 fn state_of_mark(state: MarkState) -> &'static str {

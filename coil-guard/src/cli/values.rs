@@ -21,6 +21,8 @@ pub enum DefaultMode {
     Reset,
     /// New inner connections leave at once, existing ones stay while the old pod serves
     Drain,
+    /// A flow on a leaving backend gets another source port; Cilium's maps are only read
+    Rewrite,
 }
 
 impl From<DefaultMode> for EgressMode {
@@ -30,6 +32,7 @@ impl From<DefaultMode> for EgressMode {
             DefaultMode::Audit => Some(Mode::Audit),
             DefaultMode::Reset => Some(Mode::Reset),
             DefaultMode::Drain => Some(Mode::Drain),
+            DefaultMode::Rewrite => Some(Mode::Rewrite),
         }
     }
 }

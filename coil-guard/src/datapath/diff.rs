@@ -34,12 +34,23 @@ pub(crate) fn service_key(address: ServiceAddress) -> abi::ServiceKey {
     abi::ServiceKey { address: to_mapped(address.address), port: address.port.to_be_bytes(), pad: [0; 2] }
 }
 
-/// Whether inner flows are remembered in this mode.
-const fn tracks(mode: u8) -> bool {
-    matches!(mode, abi::mode::AUDIT | abi::mode::DRAIN)
+/// What is remembered in a mode.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Memory {
+    Nothing,
+    InnerFlows,
+    GivenPorts,
 }
 
-/// The entry of a service. Inner flows count as remembered since the mode last began to remember them.
+const fn memory(mode: u8) -> Memory {
+    match mode {
+        abi::mode::AUDIT | abi::mode::DRAIN => Memory::InnerFlows,
+        abi::mode::REWRITE => Memory::GivenPorts,
+        _ => Memory::Nothing,
+    }
+}
+
+/// The entry of a service. What a mode remembers counts as remembered since the mode last began to do so.
 pub(crate) fn service_entry(
     old: Option<&abi::GuardedService>,
     wanted: &GuardedService,
@@ -47,9 +58,10 @@ pub(crate) fn service_entry(
     now: Monotonic,
 ) -> abi::GuardedService {
     let mode = mode_to_abi(wanted.mode);
+    let remembered = memory(mode);
     let tracked_since = match old {
-        _ if !tracks(mode) => 0,
-        Some(old) if tracks(old.mode) && old.tracked_since != 0 => old.tracked_since,
+        _ if remembered == Memory::Nothing => 0,
+        Some(old) if memory(old.mode) == remembered && old.tracked_since != 0 => old.tracked_since,
         _ => now.0,
     };
     abi::GuardedService {
@@ -154,6 +166,15 @@ mod tests {
         assert_eq!(reset.tracked_since, 0);
         let again = service_entry(Some(&reset), &service(Mode::Drain), 0, Monotonic(400));
         assert_eq!(again.tracked_since, 400);
+    }
+
+    #[test]
+    fn given_ports_count_since_rewrite_was_last_turned_on() {
+        let drain = service_entry(None, &service(Mode::Drain), 0, Monotonic(100));
+        let rewrite = service_entry(Some(&drain), &service(Mode::Rewrite), 0, Monotonic(200));
+        let restarted = service_entry(Some(&rewrite), &service(Mode::Rewrite), 0, Monotonic(300));
+        let drain = service_entry(Some(&restarted), &service(Mode::Drain), 0, Monotonic(400));
+        assert_eq!([rewrite, restarted, drain].map(|entry| entry.tracked_since), [200, 200, 400]);
     }
 
     #[test]

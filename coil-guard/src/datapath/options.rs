@@ -29,6 +29,8 @@ pub struct Sizes {
     pub fragments: u32,
     /// Clients and services whose previous backend is remembered.
     pub previous: u32,
+    /// Flows that were given another source port in mode rewrite.
+    pub pinned_ports: u32,
     /// Backends seen leaving by Cilium's state alone.
     pub leaving: u32,
     /// Leaving backends with drain statistics.
@@ -49,6 +51,7 @@ impl Default for Sizes {
             inner_flows: 131_072,
             fragments: 4096,
             previous: 16384,
+            pinned_ports: 16384,
             leaving: 4096,
             drains: 4096,
             egresses: 1024,

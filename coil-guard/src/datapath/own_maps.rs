@@ -89,6 +89,14 @@ pub(crate) fn own_maps(sizes: &Sizes) -> [OwnMap; maps::ALL.len() + 2] {
             0,
         ),
         own(
+            maps::PINNED_PORTS,
+            BPF_MAP_TYPE_LRU_HASH,
+            size_of::<abi::PinnedPortKey>(),
+            size_of::<abi::PinnedPort>(),
+            sizes.pinned_ports,
+            0,
+        ),
+        own(
             maps::LEAVING,
             BPF_MAP_TYPE_LRU_HASH,
             size_of::<abi::LeavingKey>(),

@@ -176,6 +176,7 @@ pub(crate) fn mode_from_abi(mode: u8) -> Option<Mode> {
         abi::mode::AUDIT => Mode::Audit,
         abi::mode::RESET => Mode::Reset,
         abi::mode::DRAIN => Mode::Drain,
+        abi::mode::REWRITE => Mode::Rewrite,
         _ => return None,
     })
 }
@@ -185,5 +186,6 @@ pub(crate) fn mode_to_abi(mode: Mode) -> u8 {
         Mode::Audit => abi::mode::AUDIT,
         Mode::Reset => abi::mode::RESET,
         Mode::Drain => abi::mode::DRAIN,
+        Mode::Rewrite => abi::mode::REWRITE,
     }
 }

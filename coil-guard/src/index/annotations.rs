@@ -28,7 +28,8 @@ pub fn parse_mode(value: &str) -> Result<EgressMode, &'static str> {
         "audit" => Ok(Some(Mode::Audit)),
         "reset" => Ok(Some(Mode::Reset)),
         "drain" => Ok(Some(Mode::Drain)),
-        _ => Err("allowed are off, audit, reset and drain; treated as off"),
+        "rewrite" => Ok(Some(Mode::Rewrite)),
+        _ => Err("allowed are off, audit, reset, drain and rewrite; treated as off"),
     }
 }
 
@@ -110,6 +111,7 @@ mod tests {
             ("Audit", Some(Mode::Audit)),
             ("RESET", Some(Mode::Reset)),
             (" drain ", Some(Mode::Drain)),
+            ("Rewrite", Some(Mode::Rewrite)),
         ] {
             let egress = egress(MODE, text);
             assert_eq!(egress.mode, Some(mode), "{text}");

@@ -47,8 +47,6 @@ const ACTIONS: [Action; 10] = [
     ("contended", |counters| counters.contended),
 ];
 
-const MODES: [(&str, Mode); 3] = [("audit", Mode::Audit), ("reset", Mode::Reset), ("drain", Mode::Drain)];
-
 const STATES: [(&str, MarkState); 4] = [
     ("ready", MarkState::Ready),
     ("not_ready", MarkState::NotReady),
@@ -125,8 +123,9 @@ impl Collector for SnapshotCell {
         sheet.gauges(
             "guarded_services",
             "Guarded addresses of Services, by mode",
-            MODES.iter().map(|(label, mode)| {
-                ([("mode", *label)], number(snapshot.services.values().map(|service| service.mode), mode))
+            Mode::ALL.iter().map(|mode| {
+                let services = snapshot.services.values().map(|service| service.mode);
+                ([("mode", mode.name())], number(services, mode))
             }),
         )?;
         sheet.gauges(

@@ -35,6 +35,24 @@ pub enum Mode {
     Reset,
     /// New inner connections leave at once, existing ones stay while the old pod serves.
     Drain,
+    /// A flow on a leaving backend gets another outer source port, so that Cilium chooses anew.
+    Rewrite,
+}
+
+impl Mode {
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Audit, Self::Reset, Self::Drain, Self::Rewrite];
+
+    /// As in the annotation.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Audit => "audit",
+            Self::Reset => "reset",
+            Self::Drain => "drain",
+            Self::Rewrite => "rewrite",
+        }
+    }
 }
 
 /// A ClusterIP and FoU port.

@@ -30,12 +30,7 @@ pub(super) struct Notices {
 }
 
 fn mode_name(mode: EgressMode) -> &'static str {
-    match mode {
-        None => "off",
-        Some(Mode::Audit) => "audit",
-        Some(Mode::Reset) => "reset",
-        Some(Mode::Drain) => "drain",
-    }
+    mode.map_or("off", Mode::name)
 }
 
 impl Notices {

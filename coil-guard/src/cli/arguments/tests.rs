@@ -38,7 +38,7 @@ fn an_empty_address_leaves_the_endpoint_out() {
 #[test]
 fn an_invalid_value_names_the_flag_and_what_is_allowed() {
     for (flag, value, allowed) in [
-        ("--default-mode", "on", "off, audit, reset, drain"),
+        ("--default-mode", "on", "off, audit, reset, drain, rewrite"),
         ("--attach", "xdp", "auto, tcx, clsact"),
         ("--log-format", "xml", "text, json"),
         ("--fou-port", "0", "a port from 1 to 65535 is expected"),

@@ -8,7 +8,6 @@ use serde_json::{Value, json};
 use super::{
     Status,
     egress::{Backend, Clients, Cutover, Egress, backend, egresses},
-    mode_name,
     problems::problems,
     state_of_mark,
 };
@@ -19,7 +18,7 @@ pub(super) fn json(status: &Status) -> Value {
     let now = snapshot.time;
     let services = snapshot.services.iter().map(|(address, service)| {
         json!({
-            "address": address.address, "port": address.port, "mode": mode_name(service.mode),
+            "address": address.address, "port": address.port, "mode": service.mode.name(),
             "egress": service.egress.as_ref().map(ToString::to_string), "fouSourcePortAuto": service.sport_auto,
             "expires": from(now, service.expires_at),
         })
@@ -59,7 +58,7 @@ fn from(now: Monotonic, time: Monotonic) -> f64 {
 
 fn one_egress(now: Monotonic, egress: &Egress<'_>) -> Value {
     let services = egress.services.iter().map(|(address, service)| {
-        json!({"address": address.address, "port": address.port, "mode": mode_name(service.mode)})
+        json!({"address": address.address, "port": address.port, "mode": service.mode.name()})
     });
     let clients = match &egress.clients {
         Clients::Known(names) => json!(names),

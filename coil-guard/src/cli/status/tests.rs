@@ -13,7 +13,7 @@ use crate::{
     cilium::{CurrentBackend, CurrentService},
     clock::Monotonic,
     datapath::{Attachment, BoundMap, MarkSnapshot, PodSnapshot, ServiceSnapshot},
-    plan::{EgressName, Keep, ServiceAddress},
+    plan::{EgressName, Keep, Mode, ServiceAddress},
 };
 
 const SERVICE: ServiceAddress =

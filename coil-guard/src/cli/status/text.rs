@@ -10,7 +10,7 @@ use coil_guard_common::counters::Reason;
 use super::{
     Status,
     egress::{Backend, Clients, Cutover, Egress, egresses, others},
-    exact, mode_name,
+    exact,
     problems::problems,
     seconds, state_of_mark,
 };
@@ -87,7 +87,7 @@ fn write_egress(out: &mut String, status: &Status, egress: &Egress<'_>) -> Resul
     writeln!(out, "\nEgress {}", egress.title())?;
     for (address, service) in &egress.services {
         let auto = if service.sport_auto { ", fouSourcePortAuto" } else { "" };
-        let (ip, port, mode) = (address.address, address.port, mode_name(service.mode));
+        let (ip, port, mode) = (address.address, address.port, service.mode.name());
         writeln!(out, "  Service {ip} port {port}: {mode}{auto}")?;
     }
     let pods = status.snapshot.pods.len();
