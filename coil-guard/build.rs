@@ -5,6 +5,6 @@ fn main() -> anyhow::Result<()> {
     ebpf_build::build(
         "coil-guard-ebpf",
         concat!(env!("CARGO_MANIFEST_DIR"), "/../coil-guard-ebpf"),
-        "coil-guard-bpf",
+        &["coil-guard-bpf", "coil-guard-replies-bpf"],
     )
 }

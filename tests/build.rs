@@ -5,6 +5,6 @@ fn main() -> anyhow::Result<()> {
     ebpf_build::build(
         "cilium-model",
         concat!(env!("CARGO_MANIFEST_DIR"), "/cilium-model"),
-        "cilium-model-bpf",
+        &["cilium-model-bpf"],
     )
 }

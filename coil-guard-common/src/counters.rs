@@ -1,21 +1,19 @@
 //! Verdicts by reason.
 
-macro_rules! reasons {
-    ($($(#[doc = $doc:literal])+ $name:ident = $text:literal,)+) => {
-        /// Why the program did what it did with a packet; index into the `COUNTERS` map.
-        ///
-        /// Exactly one verdict is counted for every packet that is UDP to the FoU port, and one for every other packet.
+macro_rules! counters {
+    ($(#[$meta:meta])+ $counters:ident: $($(#[doc = $doc:literal])+ $name:ident = $text:literal,)+) => {
+        $(#[$meta])+
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(u32)]
-        pub enum Reason { $($(#[doc = $doc])+ $name,)+ }
+        pub enum $counters { $($(#[doc = $doc])+ $name,)+ }
 
-        impl Reason {
+        impl $counters {
             /// All of them, in index order.
             pub const ALL: &'static [Self] = &[$(Self::$name,)+];
             /// Number of counters.
             pub const COUNT: u32 = Self::ALL.len() as u32;
 
-            /// The value of the metric's `reason` label.
+            /// The value of the metric's label.
             #[must_use]
             pub const fn label(self) -> &'static str {
                 match self { $(Self::$name => $text,)+ }
@@ -30,7 +28,11 @@ macro_rules! reasons {
     };
 }
 
-reasons! {
+counters! {
+    /// Why the program did what it did with a packet; index into the `COUNTERS` map.
+    ///
+    /// Exactly one verdict is counted for every packet that is UDP to the FoU port, and one for every other packet.
+    Reason:
     /// Not IP, not UDP, or not to the FoU port.
     NotFou = "not_fou",
     /// Outer header is too short or contradicts itself.
@@ -71,4 +73,19 @@ reasons! {
     ReservedPort = "reserved_port",
     /// The entry changed under the guard each time it was tried.
     Contended = "contended",
+}
+
+counters! {
+    /// What the programs for symmetric replies did; index into the `REPLY_COUNTERS` map.
+    ReplyCount:
+    /// Egress pod: a client's packets have begun to come from another port.
+    Learnt = "learnt",
+    /// Egress pod: a client's packets come from the FoU port again, or from a port at which it can have no replies.
+    Forgotten = "forgotten",
+    /// Egress pod: a reply was sent to the port that the client's packets come from.
+    Answered = "answered",
+    /// Client pod: a reply was given the FoU port again.
+    Returned = "returned",
+    /// Client pod: a packet from a FoU port to one of the ports that are given was no reply, and was left alone.
+    NotReturned = "not_returned",
 }

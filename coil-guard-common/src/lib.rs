@@ -4,7 +4,8 @@
 //! * [`cilium`]: the layouts of Cilium's maps;
 //! * [`counters`]: the verdicts, by reason;
 //! * [`packet`], [`inner`], [`checksum`]: reading outer and inner headers, and the one change made to them;
-//! * [`decide`]: the decision.
+//! * [`decide`]: the decision;
+//! * [`replies`]: what is done to replies of mode `rewrite`.
 #![no_std]
 #![cfg_attr(target_arch = "bpf", feature(asm_experimental_arch))]
 
@@ -18,3 +19,4 @@ pub mod counters;
 pub mod decide;
 pub mod inner;
 pub mod packet;
+pub mod replies;

@@ -178,6 +178,16 @@ pub fn ether_type(packet: &impl Load) -> u16 {
 /// The reason for letting it pass.
 #[inline(always)]
 pub fn parse_v4(packet: &impl Load, fou_port: [u8; 2]) -> Result<Outer<[u8; 4]>, Reason> {
+    to_port(parse_udp_v4(packet)?, fou_port)
+}
+
+/// The outer headers of a UDP packet that is said to be IPv4, whatever its ports.
+///
+/// # Errors
+///
+/// The reason for letting it pass.
+#[inline(always)]
+pub fn parse_udp_v4(packet: &impl Load) -> Result<Outer<[u8; 4]>, Reason> {
     let start = EthHdr::LEN as u32;
     let ip: Ipv4Hdr = packet.load_near(start).ok_or(Reason::Malformed)?;
     if ip.proto != PROTO_UDP {
@@ -199,7 +209,7 @@ pub fn parse_v4(packet: &impl Load, fou_port: [u8; 2]) -> Result<Outer<[u8; 4]>,
     } else {
         (packet.load(start + header_length), start + header_length)
     };
-    outer(udp, offset, fou_port, ip.src_addr, ip.dst_addr)
+    outer(udp, offset, ip.src_addr, ip.dst_addr)
 }
 
 /// [`parse`] of a packet that is said to be IPv6.
@@ -209,6 +219,16 @@ pub fn parse_v4(packet: &impl Load, fou_port: [u8; 2]) -> Result<Outer<[u8; 4]>,
 /// The reason for letting it pass.
 #[inline(always)]
 pub fn parse_v6(packet: &impl Load, fou_port: [u8; 2]) -> Result<Outer<[u8; 16]>, Reason> {
+    to_port(parse_udp_v6(packet)?, fou_port)
+}
+
+/// As [`parse_udp_v4`], IPv6.
+///
+/// # Errors
+///
+/// The reason for letting it pass.
+#[inline(always)]
+pub fn parse_udp_v6(packet: &impl Load) -> Result<Outer<[u8; 16]>, Reason> {
     let start = EthHdr::LEN as u32;
     let ip: Ipv6Hdr = packet.load_near(start).ok_or(Reason::Malformed)?;
     if ip.version() != 6 {
@@ -231,7 +251,7 @@ pub fn parse_v6(packet: &impl Load, fou_port: [u8; 2]) -> Result<Outer<[u8; 16]>
     if length != 0 && start + Ipv6Hdr::LEN as u32 + length < offset + UdpHdr::LEN as u32 {
         return Err(Reason::Malformed);
     }
-    outer(udp, offset, fou_port, ip.src_addr, ip.dst_addr)
+    outer(udp, offset, ip.src_addr, ip.dst_addr)
 }
 
 /// Offset of the UDP header behind the extension headers at `offset`, the first of them of the kind `next`.
@@ -266,16 +286,12 @@ fn walk(packet: &impl Load, mut next: u8, mut offset: u32) -> Result<u32, Reason
 }
 
 #[inline(always)]
-fn outer<A>(
-    udp: Option<UdpHdr>,
-    offset: u32,
-    fou_port: [u8; 2],
-    source: A,
-    destination: A,
-) -> Result<Outer<A>, Reason> {
+fn outer<A>(udp: Option<UdpHdr>, offset: u32, source: A, destination: A) -> Result<Outer<A>, Reason> {
     let udp = udp.ok_or(Reason::Malformed)?;
-    if udp.dst != fou_port {
-        return Err(Reason::NotFou);
-    }
     Ok(Outer { source, destination, source_port: udp.src, destination_port: udp.dst, udp: offset })
+}
+
+#[inline(always)]
+fn to_port<A>(outer: Outer<A>, port: [u8; 2]) -> Result<Outer<A>, Reason> {
+    if outer.destination_port == port { Ok(outer) } else { Err(Reason::NotFou) }
 }

@@ -29,6 +29,14 @@ pub mod maps {
     pub const LEAVING: &str = "LEAVING";
     /// Address (16 B) → [`super::DrainStats`], LRU hash, written by the program.
     pub const DRAINS: &str = "DRAINS";
+    /// [`super::AnswerKey`] → [`super::Answer`], LRU hash, written by the programs for replies.
+    pub const ANSWERS: &str = "ANSWERS";
+    /// [`super::ReturnKey`] → [`super::Return`], LRU hash, written by the program.
+    pub const RETURNS: &str = "RETURNS";
+    /// Address (16 B) → [`super::Returning`], hash, written by the agent.
+    pub const RETURNING: &str = "RETURNING";
+    /// `[u64; ReplyCount::COUNT]`, per-CPU array, written by the programs for replies.
+    pub const REPLY_COUNTERS: &str = "REPLY_COUNTERS";
     /// `[u64; Reason::COUNT]`, per-CPU array, written by the program.
     pub const COUNTERS: &str = "COUNTERS";
     /// `[EgressCounters; n]` by egress index, per-CPU array, written by the program.
@@ -76,10 +84,11 @@ macro_rules! shared {
 }
 
 mod flows;
+mod replies;
 mod report;
 mod rewrite;
 
-pub use self::{flows::*, report::*, rewrite::*};
+pub use self::{flows::*, replies::*, report::*, rewrite::*};
 
 /// What the guard does for an Egress, as [`GuardedService::mode`].
 pub mod mode {

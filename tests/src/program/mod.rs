@@ -10,6 +10,7 @@ mod counters;
 mod instance;
 mod memory;
 mod packets;
+pub mod replies;
 mod rng;
 mod scene;
 
@@ -18,6 +19,7 @@ pub use self::{
     counters::Counters,
     instance::{Instance, Load, Run, Sizes},
     packets::{Checksum, bytes, udp_offset},
+    replies::{Replies, frame_between},
     rng::Rng,
     scene::{CLIENT_GENERATION, EGRESS, REV_NAT, Scene, address_of, pod_config},
 };

@@ -3,15 +3,15 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use anyhow::Result;
-use coil_guard_common::cilium::PROTO_UDP;
 
 use super::{
     instance::Run,
+    replies::frame_between,
     scene::{EGRESS, Scene},
 };
 use crate::{
     cilium::IpFamily,
-    fou::{self, ChecksumKind, FOU_PORT, InnerPacket, Outer, Tag, checksum},
+    fou::{FOU_PORT, InnerPacket, Tag},
 };
 
 /// State of the outer UDP checksum.
@@ -67,19 +67,7 @@ impl Scene {
     /// A FoU frame.
     #[must_use]
     pub fn frame_with(&self, port: u16, inner: &[u8], state: Checksum, destination_options: bool) -> Vec<u8> {
-        let outer = Outer {
-            source: (self.client(), port),
-            destination: (self.cluster_ip(), FOU_PORT),
-            checksum: if state == Checksum::Finished { ChecksumKind::Correct } else { ChecksumKind::Zero },
-            destination_options,
-        };
-        let mut frame = fou::frame([2, 0, 0, 0, 0, 1], [2, 0, 0, 0, 0, 2], &outer.packet(inner));
-        if state == Checksum::Unfinished {
-            let at = udp_offset(&frame, inner) + 6;
-            let sum = checksum::pseudo_header(self.client(), self.cluster_ip(), PROTO_UDP, inner.len() + 8);
-            frame[at..at + 2].copy_from_slice(&sum.to_be_bytes());
-        }
-        frame
+        frame_between((self.client(), port), (self.cluster_ip(), FOU_PORT), inner, state, destination_options)
     }
 
     /// Runs a frame.

@@ -154,7 +154,7 @@ fn packet(scene: &Scene, rng: &mut Rng) -> Vec<u8> {
     frame
 }
 
-fn mutate(frame: &mut Vec<u8>, rng: &mut Rng) {
+pub(crate) fn mutate(frame: &mut Vec<u8>, rng: &mut Rng) {
     if rng.one_in(3) {
         return;
     }

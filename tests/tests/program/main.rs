@@ -6,6 +6,7 @@ mod flows;
 mod hostile;
 mod load;
 mod reasons;
+mod replies;
 mod reset;
 mod support;
 mod untouched;

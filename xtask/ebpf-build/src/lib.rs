@@ -44,12 +44,12 @@ pub fn record_tools() -> Result<()> {
         .with_context(|| format!("cannot write {STAMP}"))
 }
 
-/// Builds the binary target `binary` of the eBPF crate `package` at `directory` into the calling build script's `OUT_DIR`.
+/// Builds the binary targets `binaries` of the eBPF crate `package` at `directory` into the calling build script's `OUT_DIR`.
 ///
 /// # Errors
 ///
 /// When a toolchain was found and the build with it failed.
-pub fn build(package: &str, directory: &str, binary: &str) -> Result<()> {
+pub fn build(package: &str, directory: &str, binaries: &[&str]) -> Result<()> {
     println!("cargo:rerun-if-env-changed={TOOLCHAIN_VARIABLE}");
     println!("cargo:rerun-if-changed={STAMP}");
     // A missing stamp would rerun the build script, and all that depends on it, every time.
@@ -57,14 +57,15 @@ pub fn build(package: &str, directory: &str, binary: &str) -> Result<()> {
         record_tools()?;
     }
     let out = env::var_os("OUT_DIR").context("OUT_DIR is not set: call this from a build script")?;
-    let object = Path::new(&out).join(binary);
     let skip = env::var_os("AYA_BUILD_SKIP").is_some_and(|value| value == OsStr::new("1"));
     let Some(toolchain) = find_toolchain().filter(|_| !skip && find_linker().is_some()) else {
         println!(
             "cargo:warning={package}: no eBPF toolchain found, the program is left out; run `cargo xtask setup` to get one"
         );
-        fs::write(&object, []).with_context(|| format!("cannot write {}", object.display()))?;
-        return Ok(());
+        return binaries.iter().try_for_each(|binary| {
+            let object = Path::new(&out).join(binary);
+            fs::write(&object, []).with_context(|| format!("cannot write {}", object.display()))
+        });
     };
     // SAFETY: a build script's main thread, before any other thread exists. The variable reaches only the child build:
     // a stable compiler needs it for -Z build-std.
