@@ -34,7 +34,7 @@ pub enum Stat {
     FromAffinity = 2,
     /// Packets whose entry named a backend that does not exist.
     Reselected = 3,
-    /// Packets dropped because the service has no selectable slot.
+    /// Packets dropped because the service, as they read it, has no selectable slot.
     DropNoService = 4,
     /// Packets to a client dropped by its ingress policy.
     DropPolicy = 5,
@@ -44,7 +44,13 @@ pub enum Stat {
     ReverseNat = 7,
     /// UDP packets from a client to anything but a service.
     Direct = 8,
+    /// Packets dropped because the chosen slot, or the backend that it names, does not exist.
+    DropNoBackend = 9,
+    /// Of the packets dropped for either reason, those whose service was written anew between two of their steps.
+    ServiceChanged = 10,
+    /// Packets dropped because they could not be translated.
+    DropUntranslated = 11,
 }
 
 /// Number of [`Stat`]s.
-pub const STAT_COUNT: u32 = 9;
+pub const STAT_COUNT: u32 = 12;

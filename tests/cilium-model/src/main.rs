@@ -36,7 +36,7 @@ use crate::{
     conntrack::{Direction, create, refresh},
     family::{Family, Scratch, V4, V6},
     maps::{count, settings},
-    packet::{End, UDP, translate},
+    packet::{End, Packet, UDP, translate},
 };
 
 const ETH_P_IP: u16 = 0x0800;
@@ -82,12 +82,19 @@ fn from_container<F: Family>(ctx: &TcContext, settings: &Settings) -> i32 {
         service::lookup::<F>(settings, &scratch.packet.destination, scratch.packet.destination_port);
     if let Some((service, protocol)) = service {
         count(Stat::ToService);
+        let slots = service.count;
         let Some((address, port)) = service::balance::<F>(scratch, settings, service, protocol, length)
         else {
-            count(Stat::DropNoService);
+            count(if service.count == 0 { Stat::DropNoService } else { Stat::DropNoBackend });
+            let Packet { destination, destination_port, .. } = &scratch.packet;
+            let now = service::lookup::<F>(settings, destination, *destination_port);
+            if now.is_none_or(|(now, _)| !core::ptr::eq(now, service) || now.count != slots) {
+                count(Stat::ServiceChanged);
+            }
             return TC_ACT_SHOT;
         };
         if translate::<F>(ctx, &scratch.packet, End::Destination, address, port).is_none() {
+            count(Stat::DropUntranslated);
             return TC_ACT_SHOT;
         }
         scratch.packet.destination = *address;

@@ -247,10 +247,10 @@ impl ControlPlane {
         let (index, port) = (plan.rev_nat.to_be_bytes(), plan.port.to_be_bytes());
         match plan.address {
             IpAddr::V4(address) => {
-                reverse.insert(&index, &ReverseNat4 { address: address.octets(), port })?;
+                reverse.insert_if_other(&index, &ReverseNat4 { address: address.octets(), port })?;
             }
             IpAddr::V6(address) => {
-                reverse.insert(&index, &ReverseNat6 { address: address.octets(), port })?;
+                reverse.insert_if_other(&index, &ReverseNat6 { address: address.octets(), port })?;
             }
         }
         let value = Service {
@@ -285,7 +285,7 @@ impl ControlPlane {
                 }
             };
             if keep {
-                map.insert(&plan.match_key(backend.id), &0u8)?;
+                map.insert_if_other(&plan.match_key(backend.id), &0u8)?;
             } else {
                 map.remove(&plan.match_key(backend.id))?;
             }
@@ -335,14 +335,14 @@ impl ControlPlane {
         match backend.address {
             IpAddr::V4(address) => {
                 let address = address.octets();
-                map.insert(
+                map.insert_if_other(
                     &backend.id,
                     &Backend4 { address, port, proto, state, cluster_id: 0, zone: 0, pad: 0 },
                 )
             }
             IpAddr::V6(address) => {
                 let address = address.octets();
-                map.insert(
+                map.insert_if_other(
                     &backend.id,
                     &Backend6 { address, port, proto, state, cluster_id: 0, zone: 0, pad: 0 },
                 )
@@ -352,8 +352,8 @@ impl ControlPlane {
 
     fn write_service(&self, map: &RawMap, plan: &ServicePlan, slot: u16, value: &Service) -> Result<()> {
         match plan.address {
-            IpAddr::V4(_) => map.insert(&self.key4(plan, slot)?, value),
-            IpAddr::V6(_) => map.insert(&self.key6(plan, slot)?, value),
+            IpAddr::V4(_) => map.insert_if_other(&self.key4(plan, slot)?, value),
+            IpAddr::V6(_) => map.insert_if_other(&self.key6(plan, slot)?, value),
         }
     }
 

@@ -64,6 +64,15 @@ pub enum Expect {
 /// All elements of a map, sorted by key.
 pub type Elements = BTreeMap<Vec<u8>, Vec<u8>>;
 
+/// All elements of a map in its own order, keys and values one behind the other.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Raw {
+    /// Keys.
+    pub keys: Vec<u8>,
+    /// Values, in the order of the keys.
+    pub values: Vec<u8>,
+}
+
 /// An open map.
 #[derive(Debug)]
 pub struct RawMap {
@@ -76,9 +85,9 @@ const MAP_CREATE: u32 = 0;
 const MAP_LOOKUP_ELEM: u32 = 1;
 const MAP_UPDATE_ELEM: u32 = 2;
 const MAP_DELETE_ELEM: u32 = 3;
-const MAP_GET_NEXT_KEY: u32 = 4;
 const OBJ_PIN: u32 = 6;
 const OBJ_GET_INFO_BY_FD: u32 = 15;
+const MAP_LOOKUP_BATCH: u32 = 24;
 
 /// `union bpf_attr`, as far as the calls here read it.
 #[repr(C, align(8))]
@@ -255,6 +264,23 @@ impl RawMap {
         self.update_bytes(key.as_bytes(), value.as_bytes(), Expect::Any).map(drop)
     }
 
+    /// As [`Self::insert`], and nothing at all where the element is that already: a hash map gives a replaced element's memory to
+    /// the next one, under the eyes of a program that is looking at it.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::insert`].
+    pub fn insert_if_other<K: IntoBytes + Immutable, V: IntoBytes + Immutable>(
+        &self,
+        key: &K,
+        value: &V,
+    ) -> Result<()> {
+        if self.lookup_bytes(key.as_bytes())?.is_some_and(|found| found == value.as_bytes()) {
+            return Ok(());
+        }
+        self.insert(key, value)
+    }
+
     /// As [`Self::delete_bytes`], typed.
     ///
     /// # Errors
@@ -270,28 +296,50 @@ impl RawMap {
     ///
     /// When the kernel refuses.
     pub fn dump(&self) -> Result<Elements> {
-        let mut elements = Elements::new();
-        let mut previous: Option<Vec<u8>> = None;
-        // An element deleted under the walk sends it back to the start; a bound keeps it finite.
-        for _ in 0..self.shape.max_entries.saturating_mul(2).max(1024) {
-            let next = vec![0u8; self.shape.key_size as usize];
-            let none = [0u8; 8];
+        let Raw { keys, values } = self.raw()?;
+        let (key_size, value_size) = (self.shape.key_size as usize, self.shape.value_size as usize);
+        let pairs = keys.chunks_exact(key_size).zip(values.chunks_exact(value_size));
+        Ok(pairs.map(|(key, value)| (key.to_vec(), value.to_vec())).collect())
+    }
+
+    /// As [`Self::dump`], in the map's own order, which stays as long as nothing is written: cheap to compare.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses.
+    pub fn raw(&self) -> Result<Raw> {
+        const BATCH: u32 = 1024;
+        let (key_size, value_size) = (self.shape.key_size as usize, self.shape.value_size as usize);
+        let mut all = Raw::default();
+        let keys = vec![0u8; key_size * BATCH as usize];
+        let values = vec![0u8; value_size * BATCH as usize];
+        // Where the next call goes on: a bucket's number, or a key.
+        let mut position: Option<Vec<u8>> = None;
+        loop {
+            let next = vec![0u8; key_size.max(8)];
             let mut attr = Attr::new(&[
-                (0, &self.fd.as_raw_fd().to_ne_bytes()),
-                (8, &previous.as_deref().map_or(none, address)),
-                (16, &address(&next)),
+                (0, &position.as_deref().map_or([0; 8], address)),
+                (8, &address(&next)),
+                (16, &address(&keys)),
+                (24, &address(&values)),
+                (32, &BATCH.to_ne_bytes()),
+                (36, &self.fd.as_raw_fd().to_ne_bytes()),
             ]);
-            match bpf(MAP_GET_NEXT_KEY, &mut attr) {
-                Ok(_) => {}
-                Err(error) if error.raw_os_error() == Some(libc::ENOENT) => return Ok(elements),
-                Err(error) => return Err(error).with_context(|| format!("cannot walk map {}", self.name)),
+            let over = match bpf(MAP_LOOKUP_BATCH, &mut attr) {
+                Ok(_) => false,
+                Err(error) if error.raw_os_error() == Some(libc::ENOENT) => true,
+                Err(error) => return Err(error).with_context(|| format!("cannot read map {}", self.name)),
+            };
+            // SAFETY: in bounds and initialised; the kernel wrote behind the compiler's back, here and in the buffers.
+            let count = unsafe { attr.0.as_ptr().add(32).cast::<u32>().read_volatile() } as usize;
+            std::hint::black_box((&keys, &values, &next));
+            all.keys.extend_from_slice(&keys[..count * key_size]);
+            all.values.extend_from_slice(&values[..count * value_size]);
+            if over {
+                return Ok(all);
             }
-            if let Some(value) = self.lookup_bytes(&next)? {
-                elements.insert(next.clone(), value);
-            }
-            previous = Some(next);
+            position = Some(next);
         }
-        bail!("map {} changes faster than it can be walked", self.name)
     }
 
     fn element(&self, key: &[u8], value: &[u8], flags: u64) -> Attr {

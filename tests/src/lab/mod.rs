@@ -19,6 +19,7 @@
 
 mod builder;
 mod entries;
+mod losses;
 mod process;
 
 use std::{net::IpAddr, sync::Arc, time::Duration};
@@ -28,6 +29,7 @@ use anyhow::{Context as _, Result};
 pub use self::{
     builder::LabBuilder,
     entries::FlowTuple,
+    losses::Losses,
     process::{GarbageCollector, command, eventually},
 };
 use crate::{

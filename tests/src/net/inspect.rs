@@ -1,6 +1,6 @@
 //! What hangs on a device, and what the kernel counted.
 
-use std::fs;
+use std::{collections::BTreeMap, fs};
 
 use anyhow::{Context as _, Result};
 use aya::programs::{SchedClassifier, TcAttachType};
@@ -77,14 +77,8 @@ impl UdpErrors {
     ///
     /// When /proc is not as expected.
     pub fn read() -> Result<Self> {
-        let snmp = fs::read_to_string("/proc/thread-self/net/snmp").context("cannot read net/snmp")?;
-        let mut udp = snmp.lines().filter_map(|line| line.strip_prefix("Udp: "));
-        let (names, values) = (udp.next().unwrap_or_default(), udp.next().unwrap_or_default());
-        let v4 = |name| {
-            let pair = names.split(' ').zip(values.split(' ')).find(|(n, _)| *n == name);
-            pair.and_then(|(_, value)| value.parse::<u64>().ok())
-                .with_context(|| format!("net/snmp has no Udp {name}"))
-        };
+        let udp = snmp("Udp")?;
+        let v4 = |name: &str| udp.get(name).copied().with_context(|| format!("net/snmp has no Udp {name}"));
         let snmp6 = fs::read_to_string("/proc/thread-self/net/snmp6").unwrap_or_default();
         let v6 = |name: &str| -> u64 {
             let line = snmp6.lines().find_map(|line| line.strip_prefix(name));
@@ -95,4 +89,28 @@ impl UdpErrors {
             no_port: v4("NoPorts")? + v6("Udp6NoPorts"),
         })
     }
+}
+
+/// IPv4 packets that the calling thread's namespace threw away since it was made, by the kernel's reason.
+///
+/// # Errors
+///
+/// When /proc is not as expected.
+pub fn ip_errors() -> Result<BTreeMap<String, u64>> {
+    let mut counters = snmp("Ip")?;
+    counters.retain(|name, count| {
+        *count > 0 && (name.ends_with("Errors") || name.ends_with("Discards") || name.ends_with("NoRoutes"))
+    });
+    Ok(counters)
+}
+
+/// Counters of one protocol from net/snmp.
+fn snmp(protocol: &str) -> Result<BTreeMap<String, u64>> {
+    let text = fs::read_to_string("/proc/thread-self/net/snmp").context("cannot read net/snmp")?;
+    let prefix = format!("{protocol}: ");
+    let mut lines = text.lines().filter_map(|line| line.strip_prefix(&prefix));
+    let (names, values) = (lines.next().unwrap_or_default(), lines.next().unwrap_or_default());
+    // Some values, none of them counters, are negative.
+    let pairs = names.split(' ').zip(values.split(' '));
+    Ok(pairs.filter_map(|(name, value)| Some((name.to_owned(), value.parse().ok()?))).collect())
 }

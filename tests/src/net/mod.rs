@@ -11,7 +11,7 @@ pub mod netlink;
 pub mod topology;
 
 pub use self::{
-    inspect::{Attachments, UdpErrors, attachments},
+    inspect::{Attachments, UdpErrors, attachments, ip_errors},
     isolated::{Paths, isolated, lab_test},
     namespace::Namespace,
     netlink::Netlink,

@@ -10,10 +10,10 @@ use anyhow::{Context as _, Result, ensure};
 use aya::maps::MapInfo;
 use coil_guard_common::abi::mark;
 use coil_guard_tests::{
-    cilium::{CiliumVersion, IpFamily, MapOptions, MapShape},
+    cilium::{CiliumVersion, IpFamily, MapKind, MapOptions, MapShape},
     lab::{Lab, eventually},
     net::{Paths, lab_test},
-    scenario::Scenario,
+    scenario::{Agent, Scenario},
 };
 
 use crate::support::{finish, leaves_nothing, link_id, streams, wait_left};
@@ -159,24 +159,52 @@ fn ipv6_maps_that_appear_later_are_bound() -> Result<()> {
     })
 }
 
+/// Another layout of one map: refused, named, and the programs that are bound to the old map are taken off.
+fn refused(scenario: &Scenario, name: &str, shape: MapShape, told: &[&str]) -> Result<()> {
+    let since = Instant::now();
+    scenario.lab.maps.pin_imposter(name, shape)?;
+    let pinned = cilium_pins()?;
+    scenario.agent()?.wait_log(&[&["ERROR", name], told].concat(), scenario.patience())?;
+    scenario.wait_detached(0)?;
+    ensure!(since.elapsed() < REBOUND_WITHIN + MACHINE, "{name}: detached after {:?} only", since.elapsed());
+    let (ready, body) = scenario.agent()?.ready()?;
+    ensure!(!ready && body.contains("[-]cilium_maps"), "{name}: {body}");
+    ensure!(cilium_pins()? == pinned, "Cilium's pins were {pinned:?}, now {:?}", cilium_pins()?);
+    Ok(())
+}
+
 #[test]
 fn another_layout_detaches_and_the_known_one_is_guarded_again() -> Result<()> {
     lab_test(|| {
         let mut scenario = Scenario::builder(Lab::builder()).mode("reset").start()?;
         let running = streams(&scenario, &[0], Duration::from_millis(2))?;
-        let name = "cilium_lb4_backends_v3";
-        let shape = MapOptions::new(CiliumVersion::V1_20).shapes()[name];
-        let before = binds(&scenario)?;
-        let since = Instant::now();
-        scenario.lab.maps.pin_imposter(name, MapShape { value_size: 20, ..shape })?;
-        scenario.agent()?.wait_log(&["ERROR", name, "20", "12"], scenario.patience())?;
+        let shapes = MapOptions::new(CiliumVersion::V1_20).shapes();
+        let of = |name: &str| shapes[name];
+        let conntrack = "cilium_ct_any6_global";
+        let services = "cilium_lb4_services_v2";
+        let backends = "cilium_lb4_backends_v3";
+        let others = [
+            (backends, MapShape { value_size: 20, ..of(backends) }, ["20", "12"]),
+            (conntrack, MapShape { key_size: 44, ..of(conntrack) }, ["44", "38"]),
+            (services, MapShape { kind: MapKind::LruHash, flags: 0, ..of(services) }, ["LruHash", "Hash"]),
+        ];
+        for (name, shape, told) in others {
+            let before = binds(&scenario)?;
+            refused(&scenario, name, shape, &told)?;
+            scenario.lab.maps.restore_pin(name)?;
+            wait_bound(&scenario, before)?;
+            guards(&mut scenario, IpFamily::V4)?;
+        }
+        // While no agent runs: the next one takes off what the one before had attached.
+        scenario.kill_agent()?;
+        let name = "cilium_lb4_affinity";
+        scenario.lab.maps.pin_imposter(name, MapShape { value_size: 24, ..of(name) })?;
+        scenario.agent = Some(Agent::start(&scenario.api, &[])?);
+        scenario.agent()?.wait_log(&["ERROR", name, "24", "16"], scenario.patience())?;
         scenario.wait_detached(0)?;
-        ensure!(since.elapsed() < REBOUND_WITHIN + MACHINE, "detached after {:?} only", since.elapsed());
-        let (ready, body) = scenario.agent()?.ready()?;
-        ensure!(!ready && body.contains("[-]cilium_maps"), "{body}");
         scenario.lab.maps.restore_pin(name)?;
-        wait_bound(&scenario, before)?;
-        guards(&mut scenario, IpFamily::V4)?;
+        scenario.wait_attached(0)?;
+        guards(&mut scenario, IpFamily::V6)?;
         finish(running)?;
         leaves_nothing(&scenario, &[0])
     })
