@@ -49,7 +49,7 @@ counters! {
     UnknownService = "unknown_service",
     /// The flow is on a backend that keeps it.
     Healthy = "healthy",
-    /// No service entry; every backend that Cilium could choose is usable.
+    /// No service entry: Cilium chooses. Except in rewrite, every backend that it could choose is usable.
     LeftToCilium = "left_to_cilium",
     /// The service entry was moved to a live backend.
     Moved = "moved",
@@ -69,10 +69,18 @@ counters! {
     Cut = "cut",
     /// Drain: remembered on a backend that began to leave a moment ago.
     Settling = "settling",
-    /// Source port lies in the drain ports, so nothing is put for it.
+    /// Source port lies in the ports that the guard gives, so nothing is done for it.
     ReservedPort = "reserved_port",
     /// The entry changed under the guard each time it was tried.
     Contended = "contended",
+    /// Rewrite: sent on under the source port that the flow was given.
+    Rewritten = "rewritten",
+    /// Rewrite: the flow has to leave its backend and was given another source port with this packet.
+    NewPort = "new_port",
+    /// Rewrite: the flow should leave, and Cilium's session affinity would send it back from any port.
+    HeldByAffinity = "held_by_affinity",
+    /// Rewrite: the flow should leave, and other ports were of no use; they are tried again after a pause.
+    NotMoved = "not_moved",
 }
 
 counters! {

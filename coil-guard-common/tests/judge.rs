@@ -3,7 +3,7 @@
 mod prose;
 
 use coil_guard_common::{
-    abi::{BackendMark, FOR_EVER, InnerFlow, Previous, mark},
+    abi::{BackendMark, FOR_EVER, InnerFlow, PinnedPort, Previous, mark},
     cilium::BACKEND_TERMINATING,
     decide::{Backend, DrainChange, Entry, Judgement, Master, Unmarked, World, judge},
     inner::FlowPacket,
@@ -62,6 +62,15 @@ impl World for One {
     fn affinity(&mut self, _: &Master) -> Option<u32> {
         unreachable!()
     }
+    fn affinity_match(&mut self, _: &Master, _: u32) -> bool {
+        unreachable!()
+    }
+    fn pin(&mut self) -> Option<PinnedPort> {
+        unreachable!()
+    }
+    fn set_pin(&mut self, _: &PinnedPort) {
+        unreachable!()
+    }
     fn entry(&mut self, _: [u8; 2]) -> Option<Entry> {
         unreachable!()
     }
@@ -80,7 +89,7 @@ impl World for One {
     fn previous(&mut self) -> Option<Previous> {
         unreachable!()
     }
-    fn set_previous(&mut self, _: u32) {
+    fn set_previous(&mut self, _: u32, _: u64) {
         unreachable!()
     }
     fn report(&mut self, _: u8, _: u32, _: u32) {

@@ -4,10 +4,10 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 shared! {
     /// Packets and moves of one Egress; one record per CPU.
-    EgressCounters, 88 {
+    EgressCounters, 112 {
         /// FoU packets to the guarded service.
         packets: u64,
-        /// Service entries moved from an unusable backend to a live one.
+        /// Flows moved from an unusable backend to a live one.
         moved: u64,
         /// Service entries made for a first packet.
         created: u64,
@@ -27,6 +27,12 @@ shared! {
         not_drained: u64,
         /// `put` gave up after losing races.
         contended: u64,
+        /// Packets sent under a port that rewrite gave.
+        rewritten: u64,
+        /// Ports that rewrite gave.
+        new_ports: u64,
+        /// Packets of flows that rewrite should have moved and could not.
+        cannot_move: u64,
     }
 }
 
@@ -40,6 +46,9 @@ pub mod event {
     pub const WOULD_MOVE: u8 = 3;
     /// A drain port was taken by another draining backend.
     pub const DRAIN_PORT_COLLISION: u8 = 4;
+    /// Rewrite: a flow should leave and stays. `to` is the backend to which Cilium's affinity would send it back, or none
+    /// where other ports were of no use.
+    pub const CANNOT_MOVE: u8 = 5;
 }
 
 shared! {

@@ -280,7 +280,7 @@ fn move_to_target(world: &mut impl World, state: &mut State) {
         let done = put(world, &state.master, state.port, &state.read, id);
         if done != Put::Raced {
             if state.read.valid {
-                world.set_previous(state.read.backend.id);
+                world.set_previous(state.read.backend.id, world.now());
                 world.report(event::MOVED, state.read.backend.id, id);
             }
             state.outcome.reason = if state.live.usable { done.reason() } else { Reason::NoLive };

@@ -13,14 +13,16 @@ mod drain;
 mod judge;
 mod put;
 mod reset;
+mod rewrite;
 mod state;
 
 pub use judge::{Judgement, Unmarked, judge};
 pub use put::select;
+pub use rewrite::{PORT_PROBES, PORT_TRIES, ROUND_PAUSE, STUCK_REPORT, is_port_good};
 pub use state::{Master, Outcome, Read, State};
 
 use crate::{
-    abi::{BackendMark, InnerFlow, Previous, mode},
+    abi::{BackendMark, InnerFlow, PinnedPort, Previous, mode},
     counters::Reason,
     inner::FlowPacket,
 };
@@ -97,6 +99,8 @@ pub trait World {
     fn backend(&mut self, id: u32) -> Option<Backend>;
     /// Backend id of the client's affinity entry.
     fn affinity(&mut self, master: &Master) -> Option<u32>;
+    /// Whether affinity may choose a backend.
+    fn affinity_match(&mut self, master: &Master, id: u32) -> bool;
     /// Service entry of the client under a source port.
     fn entry(&mut self, port: [u8; 2]) -> Option<Entry>;
     /// Makes a service entry unless one exists.
@@ -135,8 +139,8 @@ pub trait World {
 
     /// The backend that the client was last moved off, if it is the same client pod.
     fn previous(&mut self) -> Option<Previous>;
-    /// Notes that the client was moved off a backend.
-    fn set_previous(&mut self, from: u32);
+    /// Notes that the client was moved off a backend at a time.
+    fn set_previous(&mut self, from: u32, at: u64);
     /// Sends an event to the agent, unless one like it was sent a moment ago. Backend ids, 0 for none.
     fn report(&mut self, kind: u8, from: u32, to: u32);
 
@@ -146,8 +150,21 @@ pub trait World {
     fn flow(&mut self) -> Option<InnerFlow>;
     /// Remembers the inner flow on a backend, now; `flags` as [`crate::abi::FLOW_DRAINED`].
     fn remember(&mut self, id: u32, flags: u32);
-    /// Since when every flow of this client and service is remembered.
+    /// Since when every flow of this client and service is remembered, or its given port.
     fn memory_since(&self) -> u64;
+    /// The record of the packet's tuple in mode `rewrite`, if it is of the same client pod and not older than
+    /// [`Self::memory_since`].
+    fn pin(&mut self) -> Option<PinnedPort>;
+    /// Stores that record; its generation is filled in.
+    fn set_pin(&mut self, pin: &PinnedPort);
+    /// [`is_port_good`], as [`Self::select`].
+    #[inline(always)]
+    fn is_port_good(&mut self, port: [u8; 2], state: &mut State) -> bool
+    where
+        Self: Sized,
+    {
+        is_port_good(self, port, state)
+    }
     /// Counts a change in a leaving backend's drained flows.
     fn count_drain(&mut self, address: &[u8; 16], change: DrainChange);
 }
@@ -173,6 +190,7 @@ pub fn decide(world: &mut impl World, state: &mut State, mode: u8) {
     match mode {
         mode::AUDIT | mode::RESET => reset::reset(world, state),
         mode::DRAIN => drain::drain(world, state),
+        mode::REWRITE => rewrite::rewrite(world, state),
         _ => state.outcome.reason = Reason::NotGuarded,
     }
 }

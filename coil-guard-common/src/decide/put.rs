@@ -74,6 +74,7 @@ pub fn select(world: &mut impl World, state: &mut State) {
     state.favourite.clear(0);
     // Of what is not looked at nothing is known.
     state.all_usable = state.master.count <= MAX_SLOTS;
+    state.all_present = true;
     if state.master.affinity {
         look_at_affinity(world, state);
     }
@@ -123,7 +124,7 @@ fn look_at_affinity(world: &mut impl World, state: &mut State) {
 fn look_at_slot(world: &mut impl World, state: &mut State, slot: u16) {
     let Some(id) = world.slot(slot) else {
         // Cilium drops what it would send there.
-        state.all_usable = false;
+        (state.all_usable, state.all_present) = (false, false);
         return;
     };
     if state.read.backend.present && state.read.backend.id == id {
@@ -133,7 +134,9 @@ fn look_at_slot(world: &mut impl World, state: &mut State, slot: u16) {
     } else {
         world.judge(u64::from(id), state.unmarked, &mut state.candidate);
     }
-    if !state.candidate.usable {
+    if !state.candidate.present {
+        (state.all_usable, state.all_present) = (false, false);
+    } else if !state.candidate.usable {
         state.all_usable = false;
     } else if !state.live.usable {
         state.live = state.candidate;

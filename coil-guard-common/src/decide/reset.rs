@@ -60,7 +60,7 @@ fn move_to_live(world: &mut impl World, state: &mut State) {
         state.outcome.reason = done.reason();
         if done != Put::Raced {
             if state.read.valid {
-                world.set_previous(state.read.backend.id);
+                world.set_previous(state.read.backend.id, world.now());
                 world.report(event::MOVED, state.read.backend.id, state.live.id);
             }
             return;

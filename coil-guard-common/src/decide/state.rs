@@ -2,7 +2,7 @@
 
 use super::{Entry, Judgement, Unmarked};
 use crate::{
-    abi::{InnerFlow, mode},
+    abi::{InnerFlow, PinnedPort, mode},
     counters::Reason,
 };
 
@@ -66,6 +66,8 @@ pub struct Outcome {
     pub cut: bool,
     /// Audit: drain would have kept the flow.
     pub would_drain: bool,
+    /// Rewrite: the flow is seen on another backend for the first time since it was given its port.
+    pub moved: bool,
 }
 
 /// See the module. Fields are written by one step and read by later ones; [`State::begin`] makes a used one fit for the
@@ -82,11 +84,13 @@ pub struct State {
     pub(super) act: bool,
     /// Under the packet's own source port.
     pub(super) read: Read,
-    /// Under a drain port.
+    /// Under a drain port, or one that may be given.
     pub(super) drain_read: Read,
     /// Remembered flow, if `memory` is not `Nothing`.
     pub(super) flow: InnerFlow,
     pub(super) memory: Memory,
+    /// Of the packet's tuple in rewrite.
+    pub(super) pin: PinnedPort,
     /// The flow's backend is still the one at the remembered address.
     pub(super) in_place: bool,
     /// The backend that the flow must stay on, if `keeps`.
@@ -101,6 +105,8 @@ pub struct State {
     pub(super) present: Judgement,
     /// Whatever Cilium chooses is usable.
     pub(super) all_usable: bool,
+    /// Whatever Cilium chooses is there, as far as was looked.
+    pub(super) all_present: bool,
     /// Look no further than the first usable backend.
     pub(super) first_only: bool,
 }
@@ -115,6 +121,7 @@ impl State {
                 source_port: None,
                 cut: false,
                 would_drain: false,
+                moved: false,
             },
             master: Master { rev_nat_index: [0; 2], count: 0, affinity: false },
             port: [0; 2],
@@ -131,6 +138,7 @@ impl State {
                 pad: 0,
             },
             memory: Memory::Nothing,
+            pin: PinnedPort::NONE,
             in_place: false,
             home: Judgement::absent(0),
             favourite: Judgement::absent(0),
@@ -138,14 +146,20 @@ impl State {
             live: Judgement::absent(0),
             present: Judgement::absent(0),
             all_usable: false,
+            all_present: false,
             first_only: false,
         }
     }
 
     #[inline(always)]
     pub(super) fn begin(&mut self, port: [u8; 2], mode: u8) {
-        self.outcome =
-            Outcome { reason: Reason::NotGuarded, source_port: None, cut: false, would_drain: false };
+        self.outcome = Outcome {
+            reason: Reason::NotGuarded,
+            source_port: None,
+            cut: false,
+            would_drain: false,
+            moved: false,
+        };
         self.port = port;
         self.unmarked = if mode == mode::DRAIN { Unmarked::Awhile } else { Unmarked::No };
         self.act = mode != mode::AUDIT;

@@ -3,7 +3,10 @@
 //! The tests here drive it with a seeded mutator, the target in `fuzz/` with libFuzzer.
 
 use coil_guard_common::{
-    abi::{BackendMark, FLOW_DRAINED, FLOW_ENDED, FOR_EVER, InnerFlow, Previous, mode},
+    abi::{
+        BackendMark, FLOW_DRAINED, FLOW_ENDED, FOR_EVER, InnerFlow, PIN_UNSEEN, PinnedPort, Previous,
+        is_rewrite_port, mode,
+    },
     counters::Reason,
     decide::{
         Backend, DrainChange, Entry, MAX_SLOTS, Master, State, World, decide, drain_port, is_reserved_port,
@@ -73,7 +76,7 @@ impl Bytes<'_> {
     }
 
     fn write(&mut self, port: [u8; 2], id: u32) -> bool {
-        assert_ne!(self.mode, mode::AUDIT, "audit writes");
+        assert!(!matches!(self.mode, mode::AUDIT | mode::REWRITE), "mode {} writes", self.mode);
         let own = port == self.port;
         assert!(!own || !is_reserved_port(port), "put under the reserved port {port:?}");
         assert!(own || (self.mode == mode::DRAIN && port == drain_port(id)), "put {id} under {port:?}");
@@ -108,7 +111,9 @@ impl World for Bytes<'_> {
     }
     fn entry(&mut self, port: [u8; 2]) -> Option<Entry> {
         assert!(
-            port == self.port || (self.mode == mode::DRAIN && is_reserved_port(port)),
+            port == self.port
+                || (self.mode == mode::DRAIN && is_reserved_port(port))
+                || (self.mode == mode::REWRITE && is_rewrite_port(port)),
             "read under {port:?}"
         );
         let byte = self.call();
@@ -157,7 +162,31 @@ impl World for Bytes<'_> {
             generation: 0,
         })
     }
-    fn set_previous(&mut self, _: u32) {
+    fn affinity_match(&mut self, _: &Master, _: u32) -> bool {
+        self.call() & 1 == 0
+    }
+    fn pin(&mut self) -> Option<PinnedPort> {
+        let byte = self.call();
+        (byte & 3 != 0).then(|| PinnedPort {
+            given_at: self.time(),
+            stuck_since: self.time(),
+            next_round: self.time(),
+            left: self.id(),
+            generation: 0,
+            port: (u16::MAX - u16::from(byte)).to_be_bytes(),
+            tries: self.next() % 10,
+            rounds: self.next(),
+            skips: self.next(),
+            flags: self.next() & PIN_UNSEEN,
+            pad: [0; 2],
+        })
+    }
+    fn set_pin(&mut self, pin: &PinnedPort) {
+        assert_eq!(self.mode, mode::REWRITE);
+        assert!(pin.given_at == 0 || is_rewrite_port(pin.port), "{pin:?}");
+        self.call();
+    }
+    fn set_previous(&mut self, _: u32, _: u64) {
         assert_ne!(self.mode, mode::AUDIT);
         self.call();
     }
@@ -219,7 +248,7 @@ pub(crate) fn packets(bytes: &[u8]) {
         state.master = Master { rev_nat_index: REV_NAT, count, affinity: what & 0x20 != 0 };
         world.missing = false;
         decide(&mut world, &mut state, mode);
-        if state.outcome.reason == Reason::LeftToCilium {
+        if state.outcome.reason == Reason::LeftToCilium && mode != mode::REWRITE {
             assert!(
                 count <= MAX_SLOTS && !world.missing,
                 "left to Cilium though not every slot is known to be usable"
@@ -240,6 +269,11 @@ fn check(state: &State, mode: u8) {
             let reserved = outcome.source_port.is_none_or(is_reserved_port);
             assert!(reserved && !outcome.would_drain, "{outcome:?}");
             assert_ne!(outcome.reason, Reason::NotGuarded);
+        }
+        mode::REWRITE => {
+            let given = outcome.source_port.is_none_or(is_rewrite_port);
+            assert!(given && !outcome.cut && !outcome.would_drain, "{outcome:?}");
+            assert!(outcome.reason != Reason::NewPort || outcome.source_port.is_some(), "{outcome:?}");
         }
         _ => assert_eq!((outcome.reason, outcome.source_port), (Reason::NotGuarded, None)),
     }

@@ -102,7 +102,7 @@ pub(crate) struct Cilium {
     /// Selectable ones first.
     pub(crate) slots: Vec<u32>,
     pub(crate) count: u16,
-    matches: BTreeSet<u32>,
+    pub(crate) matches: BTreeSet<u32>,
     /// Client → backend id, last used in seconds.
     pub(crate) affinity: BTreeMap<u8, (u32, u64)>,
     /// Client and source port → service entry.

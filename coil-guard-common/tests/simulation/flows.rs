@@ -1,7 +1,7 @@
 //! Inner flows with the truth about each, the way of a packet, and what must hold of it.
 
 use coil_guard_common::{
-    abi::mode,
+    abi::{is_rewrite_port, mode},
     counters::Reason,
     decide::{IDLE, Outcome, PREVIOUS_MEMORY, SETTLE, decide, drain_port, is_reserved_port},
     inner::FlowPacket,
@@ -90,8 +90,9 @@ impl Sim {
             packet.excused = true;
             return packet;
         };
-        let before = self.cilium.fate((packet.client, packet.port), self.now);
-        packet.excused |= self.excuse(&packet, mode, &before);
+        let port = if mode == mode::REWRITE { self.given_port(&packet) } else { packet.port };
+        let before = self.cilium.fate((packet.client, port), self.now);
+        packet.excused |= self.excuse(&packet, port, mode, &before);
         let memory = self.own.flows.get(&(packet.client, packet.tuple));
         let known = memory.is_some_and(|flow| self.now - flow.last_seen <= IDLE);
         let mut state = self.states[cpu].take().unwrap_or_default();
@@ -119,7 +120,9 @@ impl Sim {
         });
         self.count(outcome);
         self.check_outcome(&packet, mode, outcome);
-        if !packet.disturbed {
+        if !packet.disturbed && mode == mode::REWRITE {
+            self.check_rewrite(&packet, port, outcome, &before);
+        } else if !packet.disturbed {
             self.check_fate(&packet, mode, outcome, &before, known);
         }
         // Where another backend has the drain port, a packet under the FoU port can be overtaken: a limit that is accepted.
@@ -140,13 +143,13 @@ impl Sim {
     }
 
     /// Whether the rules let this packet of a flow with a home go elsewhere.
-    fn excuse(&self, packet: &Packet, mode: u8, before: &Fate) -> bool {
+    fn excuse(&self, packet: &Packet, port: u16, mode: u8, before: &Fate) -> bool {
         let Some(home) = packet.expect else { return false };
         if !self.keeps(home) {
             return true;
         }
         // A tuple without an entry is a new one, and affinity alone is no reason to send it to a backend that is not usable.
-        let entry = self.cilium.entries.get(&(packet.client, packet.port));
+        let entry = self.cilium.entries.get(&(packet.client, port));
         let has_entry = entry
             .is_some_and(|entry| (entry.backend_id, entry.rev_nat_index) == (u64::from(home.0), REV_NAT));
         // Reset leaves such a tuple to Cilium, whose affinity follows whatever packet comes first.
@@ -188,15 +191,20 @@ impl Sim {
             Reason::Contended => tally.contended += 1,
             Reason::Repaired => tally.repaired += 1,
             Reason::WouldMove => tally.would_move += 1,
+            Reason::Rewritten => tally.rewritten += 1,
+            Reason::NewPort => tally.new_port += 1,
+            Reason::HeldByAffinity => tally.held += 1,
+            Reason::NotMoved => tally.not_moved += 1,
             _ => {}
         }
+        tally.moved += u64::from(outcome.moved);
     }
 
     /// One reason per packet, one of the mode's, and no port but the drain port.
     fn check_outcome(&mut self, packet: &Packet, mode: u8, outcome: Outcome) {
         use Reason::{
-            Contended, Created, Cut, Drained, Healthy, LeftToCilium, Moved, NoLive, NotDrained, Repaired,
-            ReservedPort, Settling, WouldMove,
+            Contended, Created, Cut, Drained, Healthy, HeldByAffinity, LeftToCilium, Moved, NewPort, NoLive,
+            NotDrained, NotMoved, Repaired, ReservedPort, Rewritten, Settling, WouldMove,
         };
         let allowed = match mode {
             mode::AUDIT => {
@@ -205,6 +213,17 @@ impl Sim {
             mode::RESET => matches!(
                 outcome.reason,
                 Healthy | LeftToCilium | Moved | Created | Repaired | NoLive | Contended | ReservedPort
+            ),
+            mode::REWRITE => matches!(
+                outcome.reason,
+                Healthy
+                    | LeftToCilium
+                    | Rewritten
+                    | NewPort
+                    | HeldByAffinity
+                    | NotMoved
+                    | NoLive
+                    | ReservedPort
             ),
             _ => matches!(
                 outcome.reason,
@@ -224,9 +243,13 @@ impl Sim {
         if !allowed {
             self.fail(format!("mode {mode} answers {:?}", outcome.reason));
         }
-        if outcome.source_port.is_some()
-            && (mode != mode::DRAIN || !is_reserved_port(packet.sent_port.to_be_bytes()))
-        {
+        let sent = packet.sent_port.to_be_bytes();
+        let allowed = match mode {
+            mode::DRAIN => is_reserved_port(sent),
+            mode::REWRITE => is_rewrite_port(sent),
+            _ => false,
+        };
+        if outcome.source_port.is_some() && !allowed {
             self.fail(format!("mode {mode} sends from port {}", packet.sent_port));
         }
         if outcome.reason == Contended && !packet.disturbed {

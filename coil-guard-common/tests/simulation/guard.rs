@@ -1,7 +1,7 @@
 //! The guard's view of the simulation: one packet's [`World`].
 
 use coil_guard_common::{
-    abi::{BackendMark, InnerFlow, Previous, mode},
+    abi::{BackendMark, InnerFlow, PinnedPort, Previous, mode},
     decide::{Backend, DrainChange, Entry, Master, World, drain_port, is_reserved_port},
     inner::FlowPacket,
 };
@@ -35,8 +35,8 @@ impl Pass<'_> {
 
     /// Only the packet's own entry may be written, or that under the drain port of the backend that it will name.
     fn check_write(&mut self, port: [u8; 2], id: u32) {
-        if self.mode == mode::AUDIT {
-            self.sim.fail(format!("audit wrote an entry for {id}"));
+        if matches!(self.mode, mode::AUDIT | mode::REWRITE) {
+            self.sim.fail(format!("mode {} wrote an entry for {id}", self.mode));
         }
         let own = port == self.packet.port.to_be_bytes();
         if own && is_reserved_port(port) {
@@ -94,6 +94,10 @@ impl World for Pass<'_> {
         self.meanwhile();
         assert_eq!(master.rev_nat_index, REV_NAT);
         self.sim.cilium.affinity.get(&self.packet.client).map(|(id, _)| *id)
+    }
+    fn affinity_match(&mut self, _: &Master, id: u32) -> bool {
+        self.meanwhile();
+        self.sim.cilium.matches.contains(&id)
     }
     fn entry(&mut self, port: [u8; 2]) -> Option<Entry> {
         self.meanwhile();
@@ -169,11 +173,11 @@ impl World for Pass<'_> {
         self.meanwhile();
         self.sim.own.previous.get(&self.packet.client).copied()
     }
-    fn set_previous(&mut self, from: u32) {
+    fn set_previous(&mut self, from: u32, at: u64) {
         self.meanwhile();
         let backend_address = self.sim.cilium.backends.get(&from).map_or([0; 16], |backend| backend.address);
         let previous =
-            Previous { backend_address, moved_at: self.now, backend_id: from, generation: GENERATION };
+            Previous { backend_address, moved_at: at, backend_id: from, generation: GENERATION };
         self.sim.own.previous.insert(self.packet.client, previous);
     }
     fn report(&mut self, _kind: u8, _from: u32, _to: u32) {}
@@ -200,6 +204,15 @@ impl World for Pass<'_> {
     }
     fn memory_since(&self) -> u64 {
         self.sim.own.memory_since
+    }
+    fn pin(&mut self) -> Option<PinnedPort> {
+        self.meanwhile();
+        self.sim.own.pin((self.packet.client, self.packet.port)).copied()
+    }
+    fn set_pin(&mut self, pin: &PinnedPort) {
+        self.meanwhile();
+        let pin = PinnedPort { generation: GENERATION, ..*pin };
+        self.sim.own.pins.insert((self.packet.client, self.packet.port), pin);
     }
     fn count_drain(&mut self, address: &[u8; 16], change: DrainChange) {
         self.sim.own.count(address, change);

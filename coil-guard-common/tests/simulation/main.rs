@@ -10,6 +10,7 @@ mod guard;
 mod own;
 #[path = "../prose/mod.rs"]
 mod prose;
+mod rewrite;
 mod schedule;
 mod sim;
 
@@ -121,6 +122,21 @@ fn reset_holds_when_two_cpus_run_into_each_other() {
 }
 
 #[test]
+fn rewrite_moves_what_can_be_moved_and_nothing_else() {
+    let sum = for_seeds(|seed, steps| check(seed, settings(seed, Some(mode::REWRITE), false), steps));
+    assert!(
+        sum.rewritten > 0 && sum.new_port > 0 && sum.held > 0 && sum.no_live > 0 && sum.moved > 0,
+        "{sum:?}"
+    );
+}
+
+#[test]
+fn rewrite_holds_when_two_cpus_run_into_each_other() {
+    let sum = for_seeds(|seed, steps| check(seed, settings(seed, Some(mode::REWRITE), true), steps));
+    assert!(sum.rewritten > 0 && sum.moved > 0, "{sum:?}");
+}
+
+#[test]
 fn audit_changes_nothing() {
     let sum = for_seeds(|seed, steps| {
         let audit = check(seed, settings(seed, Some(mode::AUDIT), false), steps);
@@ -140,6 +156,8 @@ fn no_mode_does_worse_than_cilium_alone() {
     let alone = for_seeds(|seed, steps| check(seed, settings(seed, None, false), steps));
     let reset = for_seeds(|seed, steps| check(seed, settings(seed, Some(mode::RESET), false), steps));
     let drain = for_seeds(|seed, steps| check(seed, settings(seed, Some(mode::DRAIN), false), steps));
+    let rewrite = for_seeds(|seed, steps| check(seed, settings(seed, Some(mode::REWRITE), false), steps));
     assert!(reset.lost < alone.lost && drain.lost < alone.lost, "{reset:?}, {drain:?}, alone {alone:?}");
+    assert!(rewrite.lost < alone.lost, "{rewrite:?}, alone {alone:?}");
     assert!(drain.cut_unduly < alone.cut_unduly, "{drain:?}, alone {alone:?}");
 }

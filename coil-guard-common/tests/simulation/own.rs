@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 
 use coil_guard_common::{
-    abi::{FLOW_DRAINED, FLOW_ENDED, InnerFlow, LeavingSeen, Previous},
+    abi::{FLOW_DRAINED, FLOW_ENDED, InnerFlow, LeavingSeen, PinnedPort, Previous},
     decide::DrainChange,
 };
 
-use super::cilium::SECOND;
+use super::cilium::{SECOND, Tuple};
 
 /// As in the program.
 const LEAVING_PAUSE: u64 = 60 * SECOND;
@@ -25,6 +25,8 @@ pub(crate) struct Own {
     /// Client and inner tuple.
     pub(crate) flows: BTreeMap<(u8, u32), InnerFlow>,
     pub(crate) previous: BTreeMap<u8, Previous>,
+    /// Client and own source port.
+    pub(crate) pins: BTreeMap<Tuple, PinnedPort>,
     pub(crate) leaving: BTreeMap<([u8; 16], u32, bool), LeavingSeen>,
     pub(crate) drains: BTreeMap<[u8; 16], Drains>,
     /// Drained flows that fell out of the memory, by address: they stay counted.
@@ -33,6 +35,11 @@ pub(crate) struct Own {
 }
 
 impl Own {
+    /// The record of a tuple that counts.
+    pub(crate) fn pin(&self, tuple: Tuple) -> Option<&PinnedPort> {
+        self.pins.get(&tuple).filter(|pin| pin.given_at.max(pin.stuck_since) >= self.memory_since)
+    }
+
     /// When the program first saw a backend leaving, without noting it.
     pub(crate) fn first_seen(&self, address: &[u8; 16], id: u32, terminating: bool, now: u64) -> u64 {
         match self.leaving.get(&(*address, id, terminating)) {

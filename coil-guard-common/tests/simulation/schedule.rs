@@ -139,6 +139,12 @@ impl Sim {
             }
             60..64 if self.settings.faults => drop(self.own.previous.pop_first()),
             64..76 if self.settings.faults => self.spoil(nth, what),
+            76..78 if self.settings.faults => {
+                if let Some(tuple) = self.own.pins.keys().nth(nth % 8).copied() {
+                    self.note(|| format!("the port given to {tuple:?} is forgotten"));
+                    self.own.pins.remove(&tuple);
+                }
+            }
             _ => {}
         }
         if what > 90 {
@@ -195,7 +201,7 @@ impl Sim {
         let Some(home) = flow.home else { return };
         if !lives(home.uid)
             && round > 0
-            && matches!(self.mode(), Some(mode::RESET | mode::DRAIN))
+            && matches!(self.mode(), Some(mode::RESET | mode::DRAIN | mode::REWRITE))
             && self.any_live()
         {
             self.fail(format!("flow {id} is still on a pod that is gone"));

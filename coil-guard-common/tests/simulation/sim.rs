@@ -78,6 +78,10 @@ pub(crate) struct Tally {
     pub(crate) contended: u64,
     pub(crate) repaired: u64,
     pub(crate) would_move: u64,
+    pub(crate) rewritten: u64,
+    pub(crate) new_port: u64,
+    pub(crate) held: u64,
+    pub(crate) not_moved: u64,
 }
 
 impl AddAssign for Tally {
@@ -95,6 +99,10 @@ impl AddAssign for Tally {
         self.contended += other.contended;
         self.repaired += other.repaired;
         self.would_move += other.would_move;
+        self.rewritten += other.rewritten;
+        self.new_port += other.new_port;
+        self.held += other.held;
+        self.not_moved += other.not_moved;
     }
 }
 
