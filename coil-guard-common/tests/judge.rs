@@ -68,7 +68,7 @@ impl World for One {
     fn pin(&mut self) -> Option<PinnedPort> {
         unreachable!()
     }
-    fn set_pin(&mut self, _: &PinnedPort) {
+    fn set_pin(&mut self, _: &PinnedPort) -> bool {
         unreachable!()
     }
     fn entry(&mut self, _: [u8; 2]) -> Option<Entry> {

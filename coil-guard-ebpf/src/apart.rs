@@ -14,7 +14,7 @@ use crate::{
 macro_rules! apart {
     (
         $family:ident, $select:ident, $select_symbol:ident, $judge:ident, $judge_symbol:ident, $report:ident,
-        $report_symbol:ident
+        $report_symbol:ident, $port:ident, $port_symbol:ident
     ) => {
         #[inline(always)]
         pub(crate) fn $select(state: &mut State) {
@@ -57,8 +57,42 @@ macro_rules! apart {
             ClientWorld::<$family>::resume(scratch).send_report(kind as u8, from, to);
             0
         }
+
+        #[inline(always)]
+        pub(crate) fn $port(port: [u8; 2], state: &mut State) -> bool {
+            $port_symbol(u32::from(u16::from_be_bytes(port)), state) != 0
+        }
+
+        #[unsafe(no_mangle)]
+        #[inline(never)]
+        extern "C" fn $port_symbol(port: u32, state: *mut State) -> i32 {
+            // SAFETY: as above.
+            let (Some(state), Some(scratch)) = (unsafe { state.as_mut() }, Scratch::get()) else { return 0 };
+            let mut world = ClientWorld::<$family>::resume(scratch);
+            i32::from(decide::is_port_good(&mut world, (port as u16).to_be_bytes(), state))
+        }
     };
 }
 
-apart!(V4, select4, coil_guard_select4, judge4, coil_guard_judge4, report4, coil_guard_report4);
-apart!(V6, select6, coil_guard_select6, judge6, coil_guard_judge6, report6, coil_guard_report6);
+apart!(
+    V4,
+    select4,
+    coil_guard_select4,
+    judge4,
+    coil_guard_judge4,
+    report4,
+    coil_guard_report4,
+    port4,
+    coil_guard_port4
+);
+apart!(
+    V6,
+    select6,
+    coil_guard_select6,
+    judge6,
+    coil_guard_judge6,
+    report6,
+    coil_guard_report6,
+    port6,
+    coil_guard_port6
+);

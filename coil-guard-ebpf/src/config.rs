@@ -16,6 +16,11 @@ static POD_CONFIG: PodConfig = PodConfig {
     unmarked_drain: 0,
 };
 
+/// 1 in an instance that must not write to Cilium's maps: the verifier then drops whatever does as dead code. Written and
+/// read as the other constant.
+#[unsafe(no_mangle)]
+static READ_ONLY: u32 = 0;
+
 macro_rules! read {
     ($field:ident) => {
         // SAFETY: a valid, aligned field of a static that never changes once the program is loaded.
@@ -30,6 +35,13 @@ impl Config {
     #[inline(always)]
     pub(crate) fn fou_port() -> [u8; 2] {
         read!(fou_port)
+    }
+
+    /// Whether this instance only reads Cilium's maps.
+    #[inline(always)]
+    pub(crate) fn read_only() -> bool {
+        // SAFETY: as for the other constant.
+        unsafe { (&raw const READ_ONLY).read_volatile() != 0 }
     }
 
     #[inline(always)]

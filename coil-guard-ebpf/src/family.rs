@@ -54,6 +54,8 @@ pub(crate) trait Family {
     fn judge(id: u64, unmarked: Unmarked, out: &mut Judgement);
     /// `World::report`, likewise.
     fn report(kind: u8, from: u32, to: u32);
+    /// `World::is_port_good`, likewise.
+    fn is_port_good(port: [u8; 2], state: &mut State) -> bool;
 
     fn conntrack() -> &'static LruHashMap<Self::CtKey, CtEntry>;
     fn services() -> &'static HashMap<Self::ServiceKey, Service>;
@@ -64,7 +66,7 @@ pub(crate) trait Family {
 macro_rules! family {
     (
         $(#[$meta:meta])* $name:ident, $address:ty, $outer:ident, $keys:ident, $own:ident, $sum:ident, $ct_key:ident,
-        $service_key:ident, $affinity_key:ident, $backend:ident, $ct:ident, $services:ident, $backends:ident, $affinities:ident, $select:ident, $judge:ident, $report:ident, $window:ident
+        $service_key:ident, $affinity_key:ident, $backend:ident, $ct:ident, $services:ident, $backends:ident, $affinities:ident, $select:ident, $judge:ident, $report:ident, $port:ident, $window:ident
     ) => {
         $(#[$meta])*
         pub(crate) struct $name;
@@ -149,6 +151,10 @@ macro_rules! family {
                 apart::$report(kind, from, to);
             }
             #[inline(always)]
+            fn is_port_good(port: [u8; 2], state: &mut State) -> bool {
+                apart::$port(port, state)
+            }
+            #[inline(always)]
             fn conntrack() -> &'static LruHashMap<$ct_key, CtEntry> {
                 &maps::$ct
             }
@@ -170,10 +176,10 @@ macro_rules! family {
 
 family! {
     /// IPv4.
-    V4, [u8; 4], outer4, keys4, is_address4, address4, CtKey4, ServiceKey4, AffinityKey4, Backend4, CT4, SERVICES4, BACKENDS4, AFFINITY4, select4, judge4, report4, WINDOW4
+    V4, [u8; 4], outer4, keys4, is_address4, address4, CtKey4, ServiceKey4, AffinityKey4, Backend4, CT4, SERVICES4, BACKENDS4, AFFINITY4, select4, judge4, report4, port4, WINDOW4
 }
 
 family! {
     /// IPv6.
-    V6, [u8; 16], outer6, keys6, is_address6, address6, CtKey6, ServiceKey6, AffinityKey6, Backend6, CT6, SERVICES6, BACKENDS6, AFFINITY6, select6, judge6, report6, WINDOW6
+    V6, [u8; 16], outer6, keys6, is_address6, address6, CtKey6, ServiceKey6, AffinityKey6, Backend6, CT6, SERVICES6, BACKENDS6, AFFINITY6, select6, judge6, report6, port6, WINDOW6
 }

@@ -210,10 +210,19 @@ fn count_egress(counters: &mut EgressCounters, outcome: &Outcome) {
         Reason::WouldMove => counters.would_move += 1,
         Reason::NotDrained => counters.not_drained += 1,
         Reason::Contended => counters.contended += 1,
+        Reason::HeldByAffinity | Reason::NotMoved => counters.cannot_move += 1,
+        Reason::NewPort => {
+            counters.rewritten += 1;
+            counters.new_ports += 1;
+        }
+        Reason::Rewritten => counters.rewritten += 1,
         _ => {}
     }
     if outcome.cut {
         counters.cut += 1;
+    }
+    if outcome.moved {
+        counters.moved += 1;
     }
     if outcome.would_drain {
         counters.would_drain += 1;

@@ -10,11 +10,12 @@ use aya_ebpf::{
 use coil_guard_common::{
     abi::{
         AgentState, BackendMark, ClientServiceKey, DrainStats, EgressCounters, FragmentKey, FragmentPorts,
-        GuardedService, InnerFlow, InnerFlowKey, LeavingKey, LeavingSeen, Previous, ReportKey, ServiceKey,
+        GuardedService, InnerFlow, InnerFlowKey, LeavingKey, LeavingSeen, PinnedPort, PinnedPortKey,
+        Previous, ReportKey, ServiceKey,
     },
     cilium::{
-        Affinity, AffinityKey4, AffinityKey6, Backend4, Backend6, CtEntry, CtKey4, CtKey6, Service,
-        ServiceKey4, ServiceKey6,
+        Affinity, AffinityKey4, AffinityKey6, AffinityMatchKey, Backend4, Backend6, CtEntry, CtKey4, CtKey6,
+        Service, ServiceKey4, ServiceKey6,
     },
     counters::Reason,
     inner,
@@ -36,6 +37,8 @@ pub(crate) static INNER_FLOWS: LruHashMap<InnerFlowKey, InnerFlow> = LruHashMap:
 pub(crate) static FRAGMENTS: LruHashMap<FragmentKey, FragmentPorts> = LruHashMap::with_max_entries(1, 0);
 #[map]
 pub(crate) static PREVIOUS: LruHashMap<ClientServiceKey, Previous> = LruHashMap::with_max_entries(1, 0);
+#[map]
+pub(crate) static PINNED_PORTS: LruHashMap<PinnedPortKey, PinnedPort> = LruHashMap::with_max_entries(1, 0);
 #[map]
 pub(crate) static LEAVING: LruHashMap<LeavingKey, LeavingSeen> = LruHashMap::with_max_entries(1, 0);
 #[map]
@@ -65,6 +68,10 @@ pub(crate) static SERVICES6: HashMap<ServiceKey6, Service> = HashMap::with_max_e
 pub(crate) static BACKENDS6: HashMap<u32, Backend6> = HashMap::with_max_entries(1, BPF_F_NO_PREALLOC);
 #[map]
 pub(crate) static AFFINITY6: LruHashMap<AffinityKey6, Affinity> = LruHashMap::with_max_entries(1, 0);
+
+#[map]
+pub(crate) static AFFINITY_MATCH: HashMap<AffinityMatchKey, u8> =
+    HashMap::with_max_entries(1, BPF_F_NO_PREALLOC);
 
 /// A copy of a value. Values of hash maps can change or be recycled while they are read; every reader here tolerates a
 /// mixture, because it uses each field by itself and checks what it acts on again when it writes.

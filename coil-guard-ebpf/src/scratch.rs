@@ -4,9 +4,11 @@ use aya_ebpf::{macros::map, maps::PerCpuArray};
 use coil_guard_common::{
     abi::{
         ClientServiceKey, DrainStats, FragmentKey, FragmentPorts, InnerFlow, InnerFlowKey, LeavingKey,
-        LeavingSeen, Previous, ReportKey, ServiceKey,
+        LeavingSeen, PinnedPort, PinnedPortKey, Previous, ReportKey, ServiceKey,
     },
-    cilium::{AffinityKey4, AffinityKey6, CtEntry, CtKey4, CtKey6, ServiceKey4, ServiceKey6},
+    cilium::{
+        AffinityKey4, AffinityKey6, AffinityMatchKey, CtEntry, CtKey4, CtKey6, ServiceKey4, ServiceKey6,
+    },
     decide::State,
     inner::FlowPacket,
     packet::Outer,
@@ -40,6 +42,9 @@ pub(crate) struct Scratch {
     pub(crate) no_drains: DrainStats,
     pub(crate) service: ServiceKey,
     pub(crate) client_service: ClientServiceKey,
+    pub(crate) pinned_port: PinnedPortKey,
+    pub(crate) new_pin: PinnedPort,
+    pub(crate) affinity_match: AffinityMatchKey,
     pub(crate) ports: FragmentPorts,
     pub(crate) flow_packet: FlowPacket,
     pub(crate) mode: u8,

@@ -4,7 +4,7 @@ use core::marker::PhantomData;
 
 use aya_ebpf::bindings::BPF_NOEXIST;
 use coil_guard_common::{
-    abi::{BackendMark, ClientServiceKey, GuardedService, InnerFlow, Previous},
+    abi::{BackendMark, ClientServiceKey, GuardedService, InnerFlow, PinnedPort, PinnedPortKey, Previous},
     cilium::{CtEntry, PROTO_UDP, SERVICE_FLAG_AFFINITY, Service},
     decide::{Backend, DrainChange, Entry, Judgement, Master, State, Unmarked, World},
     inner::FlowPacket,
@@ -55,6 +55,16 @@ impl<F: Family> ClientWorld<F> {
         let client = self.outer().source.mapped();
         let (key, service) = (&mut self.scratch.client_service, &self.scratch.service);
         (key.client, key.service, key.service_port) = (client, service.address, service.port);
+        key
+    }
+
+    /// The key of the packet's outer tuple.
+    #[inline(always)]
+    fn pinned_port(&mut self) -> &PinnedPortKey {
+        let (client, port) = (self.outer().source.mapped(), self.outer().source_port);
+        let (key, service) = (&mut self.scratch.pinned_port, &self.scratch.service);
+        (key.client, key.service, key.service_port) = (client, service.address, service.port);
+        key.client_port = port;
         key
     }
 
@@ -171,6 +181,13 @@ impl<F: Family> World for ClientWorld<F> {
     }
 
     #[inline(always)]
+    fn affinity_match(&mut self, master: &Master, id: u32) -> bool {
+        let key = &mut self.scratch.affinity_match;
+        (key.backend_id, key.rev_nat_index) = (id, master.rev_nat_index);
+        copy!(maps::AFFINITY_MATCH, key).is_some()
+    }
+
+    #[inline(always)]
     fn entry(&mut self, port: [u8; 2]) -> Option<Entry> {
         let entry = copy!(F::conntrack(), F::entry_key(self.scratch, port))?;
         Some(Entry { backend_id: entry.backend_id, rev_nat_index: entry.rev_nat_index })
@@ -178,6 +195,9 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(never)]
     fn create(&mut self, port: [u8; 2], master: &Master, id: u32) -> bool {
+        if Config::read_only() {
+            return false;
+        }
         self.scratch.new_entry.backend_id = u64::from(id);
         self.scratch.new_entry.rev_nat_index = master.rev_nat_index;
         let entry = &raw const self.scratch.new_entry;
@@ -187,6 +207,9 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(never)]
     fn repair(&mut self, port: [u8; 2], seen: &Entry, master: &Master, id: u32) -> bool {
+        if Config::read_only() {
+            return false;
+        }
         let Some(entry) = self.entry_ptr(port) else {
             return false;
         };
@@ -204,6 +227,9 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(never)]
     fn swap(&mut self, port: [u8; 2], from: u64, to: u32) -> bool {
+        if Config::read_only() {
+            return false;
+        }
         match self.entry_ptr(port) {
             // SAFETY: as above.
             Some(entry) => unsafe { atomic::exchange(&raw mut (*entry).backend_id, from, u64::from(to)) },
@@ -213,6 +239,9 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(never)]
     fn keep_replies(&mut self, port: [u8; 2], master: &Master, id: u32) {
+        if Config::read_only() {
+            return;
+        }
         let Some(backend) = copy!(F::backends(), &id) else { return };
         let Some(drain_entry) = self.entry_ptr(port) else { return };
         // SAFETY: a non-null map value pointer.
@@ -290,12 +319,12 @@ impl<F: Family> World for ClientWorld<F> {
     }
 
     #[inline(never)]
-    fn set_previous(&mut self, from: u32) {
+    fn set_previous(&mut self, from: u32, at: u64) {
         let address = self.address(from);
         self.client_service();
         let previous = &mut self.scratch.previous;
         (previous.backend_address, previous.backend_id) = (address, from);
-        (previous.moved_at, previous.generation) = (self.scratch.now, Config::generation());
+        (previous.moved_at, previous.generation) = (at, Config::generation());
         // A full LRU evicts the oldest.
         let _: Result<(), i32> =
             maps::PREVIOUS.insert(&self.scratch.client_service, &self.scratch.previous, 0);
@@ -333,6 +362,30 @@ impl<F: Family> World for ClientWorld<F> {
         } else {
             Config::guarded_since()
         }
+    }
+
+    #[inline(always)]
+    fn pin(&mut self) -> Option<PinnedPort> {
+        let since = self.memory_since();
+        copy!(maps::PINNED_PORTS, self.pinned_port()).filter(|pin| {
+            // A record that says neither says nothing.
+            let noted = if pin.given_at > pin.stuck_since { pin.given_at } else { pin.stuck_since };
+            pin.generation == Config::generation() && noted >= since
+        })
+    }
+
+    #[inline(never)]
+    fn set_pin(&mut self, pin: &PinnedPort) -> bool {
+        self.scratch.new_pin = *pin;
+        self.scratch.new_pin.generation = Config::generation();
+        self.pinned_port();
+        // A full LRU evicts the oldest, whose flow then goes by its own port again.
+        maps::PINNED_PORTS.insert(&self.scratch.pinned_port, &self.scratch.new_pin, 0).is_ok()
+    }
+
+    #[inline(always)]
+    fn is_port_good(&mut self, port: [u8; 2], state: &mut State) -> bool {
+        F::is_port_good(port, state)
     }
 
     #[inline(never)]

@@ -155,8 +155,8 @@ pub trait World {
     /// The record of the packet's tuple in mode `rewrite`, if it is of the same client pod and not older than
     /// [`Self::memory_since`].
     fn pin(&mut self) -> Option<PinnedPort>;
-    /// Stores that record; its generation is filled in.
-    fn set_pin(&mut self, pin: &PinnedPort);
+    /// Stores that record; its generation is filled in. Whether it is stored.
+    fn set_pin(&mut self, pin: &PinnedPort) -> bool;
     /// [`is_port_good`], as [`Self::select`].
     #[inline(always)]
     fn is_port_good(&mut self, port: [u8; 2], state: &mut State) -> bool

@@ -1,10 +1,7 @@
 //! Mode `rewrite`: a flow on a leaving backend gets another outer source port. To Cilium that is a new flow, for which it
 //! chooses anew. Its maps are only read.
 
-use super::{
-    State, Unmarked, World,
-    put::read,
-};
+use super::{State, Unmarked, World, put::read};
 use crate::{
     abi::{PIN_UNSEEN, PinnedPort, REWRITE_PORT_FIRST, REWRITE_PORTS, event, is_rewrite_port},
     counters::Reason,
@@ -80,8 +77,7 @@ fn arrived(world: &mut impl World, state: &mut State) -> bool {
         world.report(event::MOVED, state.pin.left, state.read.backend.id);
     }
     state.pin.calm();
-    world.set_pin(&state.pin);
-    moved
+    world.set_pin(&state.pin)
 }
 
 /// The flow is on a backend that keeps nothing: it gets another port, if that can help.
@@ -114,10 +110,7 @@ fn leave(world: &mut impl World, state: &mut State) -> bool {
     {
         world.report(event::CANNOT_MOVE, id, held);
     }
-    if noted {
-        world.set_pin(&state.pin);
-    }
-    noted
+    noted && world.set_pin(&state.pin)
 }
 
 /// Keeps the record in step with the backend `id`, on which the flow is found. True when it changed.

@@ -181,10 +181,10 @@ impl World for Bytes<'_> {
             pad: [0; 2],
         })
     }
-    fn set_pin(&mut self, pin: &PinnedPort) {
+    fn set_pin(&mut self, pin: &PinnedPort) -> bool {
         assert_eq!(self.mode, mode::REWRITE);
         assert!(pin.given_at == 0 || is_rewrite_port(pin.port), "{pin:?}");
-        self.call();
+        self.call() & 7 != 0
     }
     fn set_previous(&mut self, _: u32, _: u64) {
         assert_ne!(self.mode, mode::AUDIT);

@@ -176,8 +176,7 @@ impl World for Pass<'_> {
     fn set_previous(&mut self, from: u32, at: u64) {
         self.meanwhile();
         let backend_address = self.sim.cilium.backends.get(&from).map_or([0; 16], |backend| backend.address);
-        let previous =
-            Previous { backend_address, moved_at: at, backend_id: from, generation: GENERATION };
+        let previous = Previous { backend_address, moved_at: at, backend_id: from, generation: GENERATION };
         self.sim.own.previous.insert(self.packet.client, previous);
     }
     fn report(&mut self, _kind: u8, _from: u32, _to: u32) {}
@@ -209,10 +208,11 @@ impl World for Pass<'_> {
         self.meanwhile();
         self.sim.own.pin((self.packet.client, self.packet.port)).copied()
     }
-    fn set_pin(&mut self, pin: &PinnedPort) {
+    fn set_pin(&mut self, pin: &PinnedPort) -> bool {
         self.meanwhile();
         let pin = PinnedPort { generation: GENERATION, ..*pin };
         self.sim.own.pins.insert((self.packet.client, self.packet.port), pin);
+        true
     }
     fn count_drain(&mut self, address: &[u8; 16], change: DrainChange) {
         self.sim.own.count(address, change);

@@ -20,7 +20,8 @@ impl Sim {
 
     /// The backend that the entry under a port binds the client to.
     fn bound(&self, client: u8, port: u16) -> Option<u32> {
-        let entry = self.cilium.entries.get(&(client, port)).filter(|entry| entry.rev_nat_index == REV_NAT)?;
+        let entry =
+            self.cilium.entries.get(&(client, port)).filter(|entry| entry.rev_nat_index == REV_NAT)?;
         u32::try_from(entry.backend_id).ok().filter(|id| self.cilium.backends.contains_key(id))
     }
 
@@ -47,7 +48,8 @@ impl Sim {
             return;
         };
         let affinity = self.cilium.affinity.get(&packet.client).map(|(id, _)| *id);
-        let affinity = affinity.filter(|id| self.cilium.with_affinity && self.cilium.backends.contains_key(id));
+        let affinity =
+            affinity.filter(|id| self.cilium.with_affinity && self.cilium.backends.contains_key(id));
         let held = affinity.filter(|id| self.cilium.matches.contains(id) && !self.verdict(*id).keeps);
         let live = self.any_live() || affinity.is_some_and(|id| self.verdict(id).usable);
         let complete = self.cilium.selectable().all(|id| self.cilium.backends.contains_key(&id));

@@ -208,6 +208,14 @@ fn egresses(egresses: &BTreeMap<EgressName, Egress>, settings: &Settings) -> Vec
                 "Correct or remove it.",
             ));
         }
+        if let Some(asked) = settings.refused(egress) {
+            findings.push(Finding::warning(
+                "mode_refused",
+                format!("Egress {name} is in mode {}, and Cilium's maps may only be read here", asked.name()),
+                "The mode writes to Cilium's conntrack map, so it is treated as off.",
+                "Choose audit or rewrite, or run the agent with --cilium-access read-write.",
+            ));
+        }
         let Some(mode) = settings.mode(egress) else { continue };
         guarded.push(format!("{name} ({mode:?})").to_lowercase());
         if mode == Mode::Drain {

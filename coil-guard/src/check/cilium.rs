@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, path::Path};
 use super::Finding;
 use crate::{
     cilium::{AffinityMatch, CiliumMaps, Probe, probe},
-    plan::{Desired, EgressName, ServiceAddress},
+    plan::{Desired, EgressName, Mode, ServiceAddress},
 };
 
 pub(super) fn maps(directory: &Path) -> Finding {
@@ -72,6 +72,10 @@ fn judge(desired: &Desired, probe: &Probe, packets: &BTreeMap<EgressName, u64>) 
         }
         let sent = packets.get(&service.egress).copied().unwrap_or(0);
         findings.push(per_packet(&name, found.entries, sent));
+        if service.mode == Mode::Rewrite {
+            findings.push(rewrite(&name, found.affinity, probe.affinity_match));
+            findings.push(replies(&name));
+        }
     }
     findings.extend(affinity(probe));
     findings
@@ -107,6 +111,49 @@ fn per_packet(name: &str, entries: usize, sent: u64) -> Finding {
     }
 }
 
+/// Whether another source port makes Cilium choose anew.
+fn rewrite(name: &str, affinity: bool, leaving: AffinityMatch) -> Finding {
+    const ID: &str = "rewrite";
+    let action = "Set spec.sessionAffinity of the Egress to None, or use mode reset, or upgrade Cilium to 1.18 or later.";
+    match (affinity, leaving) {
+        (false, _) => Finding::good(
+            ID,
+            format!("{name} has no session affinity"),
+            "Cilium chooses anew for each source port, so rewrite can move its flows.",
+        ),
+        (true, AffinityMatch::Dropped) => Finding::good(
+            ID,
+            format!("{name} has session affinity, and this Cilium keeps none to a leaving backend"),
+            "Cilium chooses anew for another source port, so rewrite can move its flows.",
+        ),
+        (true, AffinityMatch::Kept) => Finding::cannot(
+            ID,
+            format!("{name} has session affinity, and this Cilium keeps it to a leaving backend"),
+            "A client is sent back to the leaving backend from any source port: rewrite cannot move its flows before Cilium \
+             drops that backend.",
+            action,
+        ),
+        (true, AffinityMatch::Unknown) => Finding::warning(
+            ID,
+            format!("{name} has session affinity, and no backend is leaving now to see what becomes of it"),
+            "With Cilium up to 1.17 a client is sent back to a leaving backend from any source port, and rewrite cannot move its \
+             flows; with 1.18 and later it can.",
+            action,
+        ),
+    }
+}
+
+fn replies(name: &str) -> Finding {
+    Finding::good(
+        "rewrite_replies",
+        format!(
+            "flows of {name} that were given a port get replies with the egress pod's own address as source: that needs Coil \
+             2.4.0 or later, and a NetworkPolicy of the client pods has to let UDP to the FoU port in from the egress pods"
+        ),
+        "Cilium translates replies only where they come to the port that the packet was sent from.",
+    )
+}
+
 fn affinity(probe: &Probe) -> Option<Finding> {
     const ID: &str = "affinity_match";
     if !probe.services.values().any(|service| service.affinity) {
@@ -115,7 +162,7 @@ fn affinity(probe: &Probe) -> Option<Finding> {
     Some(match probe.affinity_match {
         AffinityMatch::Kept => Finding::good(
             ID,
-            "a leaving backend keeps its affinity match (Cilium up to 1.17, or a backend that is not ready)",
+            "a leaving backend keeps its affinity match (Cilium up to 1.17)",
             "Only an entry that is changed in place leaves it, which is what reset and drain do.",
         ),
         AffinityMatch::Dropped => Finding::good(
@@ -134,11 +181,7 @@ fn affinity(probe: &Probe) -> Option<Finding> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{
-        check::Level,
-        cilium::ServiceProbe,
-        plan::{GuardedService, Mode},
-    };
+    use crate::{check::Level, cilium::ServiceProbe, plan::GuardedService};
 
     fn egress() -> EgressName {
         EgressName { namespace: "internet".into(), name: "egress".into() }
@@ -180,6 +223,22 @@ mod tests {
     fn a_service_that_cilium_does_not_know_is_a_warning() {
         let unknown = ServiceProbe::default();
         assert_eq!(judged(Mode::Reset, unknown, AffinityMatch::Unknown, 0), [("service", Level::Warning)]);
+    }
+
+    #[test]
+    fn whether_rewrite_can_work_is_told_by_what_affinity_does() {
+        let none = ServiceProbe { known: true, entries: 1, ..ServiceProbe::default() };
+        let some = ServiceProbe { affinity: true, ..none };
+        for (found, leaving, level) in [
+            (none, AffinityMatch::Kept, Level::Good),
+            (some, AffinityMatch::Dropped, Level::Good),
+            (some, AffinityMatch::Unknown, Level::Warning),
+            (some, AffinityMatch::Kept, Level::CannotWork),
+        ] {
+            let judged = judged(Mode::Rewrite, found, leaving, 1);
+            assert!(judged.contains(&("rewrite", level)), "{judged:?}");
+        }
+        assert!(!judged(Mode::Reset, some, AffinityMatch::Kept, 1).iter().any(|(id, _)| *id == "rewrite"));
     }
 
     #[test]

@@ -41,7 +41,7 @@ pub struct CurrentService {
     pub affinity: bool,
     /// Addresses in its slots, selectable or not.
     pub backends: BTreeSet<IpAddr>,
-    /// Clients with a service entry under the FoU port, and the backend that it names; `None` for an id that is no
+    /// Clients with a service entry under their source port, and the backend that it names; `None` for an id that is no
     /// backend's any more. Absent where it cannot be looked up: every inner flow has a port of its own, or there are too many
     /// clients and services.
     pub clients: Option<BTreeMap<IpAddr, Option<IpAddr>>>,
@@ -65,6 +65,8 @@ pub struct Sought {
     pub services: BTreeMap<ServiceAddress, bool>,
     /// Addresses of client pods.
     pub clients: BTreeSet<IpAddr>,
+    /// Source ports of those that have another one than the service's.
+    pub ports: BTreeMap<(IpAddr, ServiceAddress), u16>,
     /// Addresses of backends that may have left the slots.
     pub backends: BTreeSet<IpAddr>,
 }
@@ -103,7 +105,8 @@ pub fn current(directory: &Path, sought: &Sought) -> Result<Current, CiliumError
         }
         if let Some(clients) = &mut found.clients {
             for client in &sought.clients {
-                let Some(entry) = conntrack.service_entry(*client, *service)? else { continue };
+                let port = sought.ports.get(&(*client, *service)).copied().unwrap_or(service.port);
+                let Some(entry) = conntrack.service_entry((*client, port), *service)? else { continue };
                 if entry.rev_nat_index != master.service.rev_nat_index {
                     continue;
                 }
@@ -138,15 +141,19 @@ fn conntracks(maps: CiliumMaps) -> Result<BTreeMap<bool, Conntrack>, CiliumError
 }
 
 impl Conntrack {
-    fn service_entry(&self, client: IpAddr, service: ServiceAddress) -> Result<Option<CtEntry>, CiliumError> {
-        let port = service.port.to_be_bytes();
+    fn service_entry(
+        &self,
+        (client, client_port): (IpAddr, u16),
+        service: ServiceAddress,
+    ) -> Result<Option<CtEntry>, CiliumError> {
+        let (client_port, port) = (client_port.to_be_bytes(), service.port.to_be_bytes());
         let value = match (self, client, service.address) {
             (Self::V4(map), IpAddr::V4(client), IpAddr::V4(service)) => {
-                let key = CtKey4::service(client.octets(), port, service.octets(), port);
+                let key = CtKey4::service(client.octets(), client_port, service.octets(), port);
                 lookup(map, &bytes(&key), MAPS4.conntrack)?
             }
             (Self::V6(map), IpAddr::V6(client), IpAddr::V6(service)) => {
-                let key = CtKey6::service(client.octets(), port, service.octets(), port);
+                let key = CtKey6::service(client.octets(), client_port, service.octets(), port);
                 lookup(map, &bytes(&key), MAPS6.conntrack)?
             }
             _ => None,

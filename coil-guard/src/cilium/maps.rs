@@ -7,8 +7,8 @@ use std::{
 
 use aya::maps::{MapData, MapError, MapInfo, MapType};
 use coil_guard_common::cilium::{
-    Affinity, AffinityKey4, AffinityKey6, Backend4, Backend6, CtEntry, CtKey4, CtKey6, MAPS4, MAPS6,
-    MapNames, Service, ServiceKey4, ServiceKey6,
+    AFFINITY_MATCH, Affinity, AffinityKey4, AffinityKey6, AffinityMatchKey, Backend4, Backend6, CtEntry,
+    CtKey4, CtKey6, MAPS4, MAPS6, MapNames, Service, ServiceKey4, ServiceKey6,
 };
 
 use super::{CiliumError, MapShape};
@@ -22,11 +22,13 @@ pub enum Role {
     Services,
     /// Backends by id.
     Backends,
-    /// Session affinity; the only one that a working Cilium may lack.
+    /// Session affinity. A working Cilium may lack it.
     Affinity,
+    /// Backends that affinity may choose, of both families. A working Cilium may lack it.
+    AffinityMatch,
 }
 
-/// One of the eight maps that the program declares.
+/// One of the maps of Cilium's that the program declares.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MapSpec {
     /// Name in the program's object.
@@ -35,7 +37,7 @@ pub struct MapSpec {
     pub pin_name: &'static str,
     /// What it is for.
     pub role: Role,
-    /// Whether it is of the IPv6 family.
+    /// Whether it is of the IPv6 family; not where it is of both.
     pub ipv6: bool,
     /// Its type.
     pub kind: MapType,
@@ -111,6 +113,22 @@ pub const SPECS6: [MapSpec; 4] = family::<CtKey6, ServiceKey6, Backend6, Affinit
     true,
 );
 
+/// The map of both families.
+pub const SPEC_MATCH: MapSpec = MapSpec {
+    object_name: "AFFINITY_MATCH",
+    pin_name: AFFINITY_MATCH,
+    role: Role::AffinityMatch,
+    ipv6: false,
+    kind: MapType::Hash,
+    key_size: size_of::<AffinityMatchKey>() as u32,
+    value_size: 1,
+};
+
+/// All of them, in the order of [`CiliumMaps::maps`].
+pub fn specs() -> impl Iterator<Item = &'static MapSpec> {
+    SPECS4.iter().chain(&SPECS6).chain([&SPEC_MATCH])
+}
+
 /// A map of Cilium's, if it has it.
 #[derive(Debug)]
 pub struct OpenMap {
@@ -123,20 +141,20 @@ pub struct OpenMap {
 /// Cilium's maps, opened and checked.
 #[derive(Debug)]
 pub struct CiliumMaps {
-    /// IPv4 maps, then IPv6 maps, in the order of [`SPECS4`] and [`SPECS6`].
+    /// IPv4 maps, then IPv6 maps, in the order of [`SPECS4`] and [`SPECS6`], then [`SPEC_MATCH`].
     pub maps: Vec<OpenMap>,
 }
 
 impl CiliumMaps {
     /// Opens the maps pinned in `directory`. A family whose conntrack, service or backend map is absent is left out
-    /// as a whole, and an absent affinity map by itself; one whole family must be there.
+    /// as a whole, and absent maps about affinity by themselves; one whole family must be there.
     ///
     /// # Errors
     ///
     /// When no family is there, or a map that is there has another type or other sizes than known. Flags and
     /// `max_entries` do not matter.
     pub fn open(directory: &Path) -> Result<Self, CiliumError> {
-        let mut maps = Vec::with_capacity(8);
+        let mut maps = Vec::with_capacity(9);
         let mut usable = false;
         let mut first_missing = None;
         let mut first_present = None;
@@ -164,6 +182,7 @@ impl CiliumMaps {
             }
             maps.extend(opened);
         }
+        maps.push(OpenMap { spec: SPEC_MATCH, map: open_checked(directory, &SPEC_MATCH)? });
         if usable {
             return Ok(Self { maps });
         }

@@ -13,7 +13,7 @@ mod view;
 
 pub use current::{Current, CurrentBackend, CurrentService, Sought, current, state_name};
 pub use error::{CiliumError, MapShape};
-pub use maps::{CiliumMaps, MapSpec, OpenMap, Role, SPECS4, SPECS6};
+pub use maps::{CiliumMaps, MapSpec, OpenMap, Role, SPEC_MATCH, SPECS4, SPECS6, specs};
 pub(crate) use maps::{is_not_found, shape_of};
 pub use probe::{AffinityMatch, Probe, ServiceProbe, probe};
 pub use view::view;

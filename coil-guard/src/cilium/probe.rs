@@ -7,14 +7,14 @@ use std::{
     path::Path,
 };
 
-use aya::maps::{HashMap, Map, MapData};
+use aya::maps::{HashMap, MapData};
 use coil_guard_common::cilium::{
-    AFFINITY_MATCH, BACKEND_ACTIVE, CT_SERVICE, CtKey4, CtKey6, PROTO_UDP, SERVICE_FLAG_AFFINITY,
+    AFFINITY_MATCH, BACKEND_TERMINATING, CT_SERVICE, CtKey4, CtKey6, PROTO_UDP, SERVICE_FLAG_AFFINITY,
 };
 use zerocopy::FromBytes as _;
 
 use super::{
-    CiliumError, CiliumMaps, Role, is_not_found,
+    CiliumError, CiliumMaps, Role,
     view::{Family, families, open, typed},
 };
 use crate::plan::ServiceAddress;
@@ -27,8 +27,7 @@ const SLOT_BOUND: u16 = 8192;
 /// What happens to a backend's affinity match when it begins to leave.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum AffinityMatch {
-    /// It stays: a new outer tuple of a client is sent back to the leaving backend (Cilium up to 1.17, and NotReady
-    /// backends from 1.19).
+    /// It stays: a new outer tuple of a client is sent back to the leaving backend (Cilium up to 1.17).
     Kept,
     /// It goes (Cilium 1.18 and later).
     Dropped,
@@ -75,8 +74,12 @@ pub fn probe(directory: &Path, services: &BTreeSet<ServiceAddress>) -> Result<Pr
             found.known = true;
             found.affinity = master.service.flags & SERVICE_FLAG_AFFINITY != 0;
             if found.affinity && probe.affinity_match != AffinityMatch::Kept {
-                let seen =
+                let mut seen =
                     leaving_matches(family, *service, master.proto, master.service.rev_nat_index, &matches)?;
+                // Keys without a protocol are from versions up to 1.16, of which it is known.
+                if seen == AffinityMatch::Unknown && master.proto == 0 {
+                    seen = AffinityMatch::Kept;
+                }
                 if seen != AffinityMatch::Unknown {
                     probe.affinity_match = seen;
                 }
@@ -92,13 +95,11 @@ pub fn probe(directory: &Path, services: &BTreeSet<ServiceAddress>) -> Result<Pr
 type Matches = BTreeSet<([u8; 2], u32)>;
 
 fn affinity_matches(directory: &Path) -> Result<Matches, CiliumError> {
-    let map = match MapData::from_pin(directory.join(AFFINITY_MATCH)) {
-        Ok(map) => map,
-        Err(error) if is_not_found(&error) => return Ok(Matches::new()),
-        Err(source) => return Err(CiliumError::Open { path: directory.join(AFFINITY_MATCH), source }),
-    };
+    let found =
+        CiliumMaps::open(directory)?.maps.into_iter().find(|open| open.spec.role == Role::AffinityMatch);
+    let Some(map) = found.map(typed).transpose()?.flatten() else { return Ok(Matches::new()) };
     let failed = |source| CiliumError::Read { map: AFFINITY_MATCH, source };
-    let map: HashMap<_, [u8; 8], u8> = Map::from_map_data(map).and_then(HashMap::try_from).map_err(failed)?;
+    let map: HashMap<_, [u8; 8], u8> = open(map)?;
     map.keys()
         .take(BOUND)
         .map(|key| {
@@ -114,7 +115,8 @@ fn leaving_matches(
     rev_nat_index: [u8; 2],
     matches: &Matches,
 ) -> Result<AffinityMatch, CiliumError> {
-    let is_leaving = |id| family.state(id).map(|state| state.is_some_and(|state| state != BACKEND_ACTIVE));
+    // A backend that is not ready keeps its match from 1.19 on, whatever a terminating one does.
+    let is_leaving = |id| family.state(id).map(|state| state == Some(BACKEND_TERMINATING));
     for (index, id) in matches {
         if *index == rev_nat_index && is_leaving(*id)? {
             return Ok(AffinityMatch::Kept);

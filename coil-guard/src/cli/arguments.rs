@@ -4,7 +4,9 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, Parser, Subcommand};
 
-use super::values::{Attach, DefaultMode, duration, entries, interval, log_level, not_ready_after, port};
+use super::values::{
+    Attach, CiliumAccess, DefaultMode, duration, entries, interval, log_level, not_ready_after, port,
+};
 use crate::{
     check::Check,
     datapath::{Options, Sizes},
@@ -171,6 +173,20 @@ pub(crate) struct PolicyArguments {
     /// agent tells more
     #[arg(long, env = "COIL_GUARD_UNMARKED_DRAIN", value_name = "DURATION", default_value = "5s", value_parser = duration)]
     pub(crate) unmarked_drain: Duration,
+
+    /// Whether the guard may write to Cilium's maps
+    ///
+    /// Modes reset and drain change entries of Cilium's conntrack map. With read-only, an Egress that asks for one of them
+    /// is treated as off, which is told by an event, a warning and the metric coil_guard_refused_egresses; audit and rewrite
+    /// work, and every program is loaded such that the kernel's verifier leaves out what would write.
+    #[arg(
+        long,
+        env = "COIL_GUARD_CILIUM_ACCESS",
+        value_name = "ACCESS",
+        value_enum,
+        default_value = "read-write"
+    )]
+    pub(crate) cilium_access: CiliumAccess,
 }
 
 /// Where to listen.
@@ -360,6 +376,7 @@ fn settings(node: &NodeArguments, policy: &PolicyArguments) -> Settings {
         fou_port: node.fou_port,
         default_mode: policy.default_mode.into(),
         not_ready_after: policy.not_ready_after,
+        read_only: policy.cilium_access == CiliumAccess::ReadOnly,
     }
 }
 

@@ -19,7 +19,7 @@ use anyhow::Context as _;
 use super::StatusArguments;
 use crate::{
     cilium::{Current, Sought, current},
-    datapath::{LastMove, Snapshot},
+    datapath::{GivenPort, LastMove, Snapshot},
     plan::MarkState,
 };
 
@@ -31,6 +31,7 @@ const CLEAR: &str = "\x1b[H\x1b[2J";
 struct Status {
     snapshot: Snapshot,
     moves: Vec<LastMove>,
+    given: Vec<GivenPort>,
     /// What Cilium's maps hold, or why that is not known.
     cilium: Result<Current, String>,
 }
@@ -39,6 +40,7 @@ impl Status {
     fn read(arguments: &StatusArguments) -> anyhow::Result<Self> {
         let snapshot = Snapshot::read(&arguments.node.pin_dir)?;
         let moves = LastMove::read(&arguments.node.pin_dir, &snapshot.pods)?;
+        let given = GivenPort::read(&arguments.node.pin_dir, &snapshot)?;
         let sought = Sought {
             services: snapshot
                 .services
@@ -46,10 +48,15 @@ impl Status {
                 .map(|(address, service)| (*address, !service.sport_auto))
                 .collect(),
             clients: snapshot.pods.values().flat_map(|pod| pod.addresses.iter().copied()).collect(),
+            ports: given
+                .iter()
+                .filter(|given| given.client_port == given.service.port)
+                .filter_map(|given| Some(((given.client, given.service), given.port?)))
+                .collect(),
             backends: snapshot.marks.keys().copied().collect(),
         };
         let cilium = current(&arguments.node.cilium_maps, &sought).map_err(|error| error.to_string());
-        Ok(Self { snapshot, moves, cilium })
+        Ok(Self { snapshot, moves, given, cilium })
     }
 }
 

@@ -37,6 +37,15 @@ impl From<DefaultMode> for EgressMode {
     }
 }
 
+/// `--cilium-access`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum CiliumAccess {
+    /// Modes reset and drain may change a client's own conntrack entries
+    ReadWrite,
+    /// Cilium's maps are only read, whatever an annotation says
+    ReadOnly,
+}
+
 /// `--attach`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Attach {

@@ -21,6 +21,7 @@ mod cleanup;
 mod diff;
 mod error;
 mod events;
+mod given_ports;
 mod layout;
 mod mailbox;
 mod namespaces;
@@ -48,6 +49,7 @@ use std::{
 pub use cleanup::{Cleanup, cleanup};
 pub use error::DatapathError;
 pub use events::Events;
+pub use given_ports::GivenPort;
 pub use namespaces::count_namespaces;
 pub use options::{AttachKind, Options, Sizes};
 pub use program::OBJECT;

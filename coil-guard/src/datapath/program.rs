@@ -63,7 +63,7 @@ impl Binding {
     pub(crate) fn pinned(layout: &Layout) -> Result<Vec<BoundMap>, DatapathError> {
         let names = list(&layout.bound())?;
         let mut bound = Vec::new();
-        for spec in crate::cilium::SPECS4.iter().chain(&crate::cilium::SPECS6) {
+        for spec in crate::cilium::specs() {
             let id = if names.iter().any(|name| name == spec.object_name) {
                 let info = MapInfo::from_pin(layout.bound().join(spec.object_name))
                     .map_err(map_error("inspect", spec.object_name))?;
@@ -127,7 +127,7 @@ pub fn try_load() -> Result<u32, DatapathError> {
     {
         loader.map_max_entries(name, ENTRIES);
     }
-    for spec in crate::cilium::SPECS4.iter().chain(&crate::cilium::SPECS6) {
+    for spec in crate::cilium::specs() {
         loader.map_max_entries(spec.object_name, ENTRIES);
     }
     let mut ebpf = loader.load(OBJECT).map_err(DatapathError::Load)?;
@@ -218,7 +218,7 @@ fn data(map: &Map) -> Option<&MapData> {
 mod tests {
     use super::*;
     use crate::{
-        cilium::{SPECS4, SPECS6},
+        cilium::specs,
         datapath::{Sizes, own_maps::own_maps},
     };
 
@@ -239,7 +239,7 @@ mod tests {
                 own.name
             );
         }
-        for spec in SPECS4.iter().chain(&SPECS6) {
+        for spec in specs() {
             let Some(map) = object.maps.get(spec.object_name) else { continue };
             assert_eq!(
                 (spec.kind as u32, spec.key_size, spec.value_size),

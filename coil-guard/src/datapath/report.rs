@@ -102,6 +102,23 @@ pub enum FlowEventKind {
     WouldMove,
     /// Its drain port was taken by another draining backend.
     DrainPortCollision,
+    /// Rewrite: it should have been moved, and other source ports are of no use. `to` is the backend to which Cilium's
+    /// session affinity would send it back, if that is why.
+    CannotMove,
+}
+
+impl FlowEventKind {
+    /// Value of the metric's `kind` label.
+    #[must_use]
+    pub const fn label(self) -> &'static str {
+        match self {
+            Self::Moved => "moved",
+            Self::NoLive => "no_live",
+            Self::WouldMove => "would_move",
+            Self::DrainPortCollision => "drain_port_collision",
+            Self::CannotMove => "cannot_move",
+        }
+    }
 }
 
 /// An event of the program.
@@ -136,6 +153,7 @@ impl FlowEvent {
             abi::event::NO_LIVE => FlowEventKind::NoLive,
             abi::event::WOULD_MOVE => FlowEventKind::WouldMove,
             abi::event::DRAIN_PORT_COLLISION => FlowEventKind::DrainPortCollision,
+            abi::event::CANNOT_MOVE => FlowEventKind::CannotMove,
             _ => return None,
         };
         let backend = |address: [u8; 16], id: u32| (address != [0; 16]).then(|| (from_mapped(address), id));

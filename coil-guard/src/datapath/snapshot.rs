@@ -245,13 +245,19 @@ fn sum(mut total: EgressCounters, one: &EgressCounters) -> EgressCounters {
         would_move,
         would_drain,
         not_drained,
-        contended
+        contended,
+        rewritten,
+        new_ports,
+        cannot_move
     );
     total
 }
 
 /// All elements. One that is deleted meanwhile makes the kernel start over, so keys are kept once.
-fn entries<K: aya::Pod, V: aya::Pod>(map: MapData, name: &'static str) -> Result<Vec<(K, V)>, DatapathError> {
+pub(super) fn entries<K: aya::Pod, V: aya::Pod>(
+    map: MapData,
+    name: &'static str,
+) -> Result<Vec<(K, V)>, DatapathError> {
     let bound = map.info().map_err(map_error("inspect", name))?.max_entries() as usize;
     let map: HashMap<_, K, V> = typed(map, name)?;
     map.iter()

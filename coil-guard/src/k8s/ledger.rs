@@ -43,6 +43,10 @@ pub enum Topic {
     NotDrained(IpAddr),
     /// Client pods whose ephemeral ports overlap the drain ports.
     PortsOverlap,
+    /// Rewrite: flows should have left this leaving backend, and another source port is of no use.
+    CannotMove(IpAddr),
+    /// The mode writes to Cilium's maps, which is forbidden here.
+    ModeRefused,
 }
 
 impl Topic {
@@ -59,6 +63,8 @@ impl Topic {
             Self::NoPreStop => "DrainWithoutPreStop",
             Self::NotDrained(_) => "DrainPortCollision",
             Self::PortsOverlap => "DrainPortsOverlap",
+            Self::CannotMove(_) => "FlowsCannotMove",
+            Self::ModeRefused => "GuardModeRefused",
         }
     }
 
@@ -66,9 +72,15 @@ impl Topic {
     #[must_use]
     pub const fn action(&self) -> &'static str {
         match self {
-            Self::ModeChanged | Self::InvalidAnnotation(_) | Self::NoPreStop => "Configure",
+            Self::ModeChanged | Self::InvalidAnnotation(_) | Self::NoPreStop | Self::ModeRefused => {
+                "Configure"
+            }
             Self::AttachFailed | Self::PortsOverlap => "Attach",
-            Self::Moved(_) | Self::WouldMove(_) | Self::NoLive(_) | Self::NotDrained(_) => "MoveFlows",
+            Self::Moved(_)
+            | Self::WouldMove(_)
+            | Self::NoLive(_)
+            | Self::NotDrained(_)
+            | Self::CannotMove(_) => "MoveFlows",
         }
     }
 
@@ -206,14 +218,20 @@ impl Entry {
         let clients = self.clients.len();
         let plural = |number: usize| if number == 1 { "" } else { "s" };
         match self.latest.topic {
-            Topic::Moved(_) | Topic::WouldMove(_) | Topic::NoLive(_) | Topic::NotDrained(_) => {
+            Topic::Moved(_)
+            | Topic::WouldMove(_)
+            | Topic::NoLive(_)
+            | Topic::NotDrained(_)
+            | Topic::CannotMove(_) => {
                 let times = if self.count == 1 { "once".into() } else { format!("{} times", self.count) };
                 format!("{text} ({times}, {clients} client pod{})", plural(clients))
             }
             Topic::AttachFailed | Topic::PortsOverlap => {
                 format!("{clients} client pod{}: {text}", plural(clients))
             }
-            Topic::ModeChanged | Topic::InvalidAnnotation(_) | Topic::NoPreStop => text.clone(),
+            Topic::ModeChanged | Topic::InvalidAnnotation(_) | Topic::NoPreStop | Topic::ModeRefused => {
+                text.clone()
+            }
         }
     }
 }

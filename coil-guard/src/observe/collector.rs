@@ -34,7 +34,7 @@ impl SnapshotCell {
 type Action = (&'static str, fn(&EgressCounters) -> u64);
 
 /// What the program does.
-const ACTIONS: [Action; 10] = [
+const ACTIONS: [Action; 13] = [
     ("moved", |counters| counters.moved),
     ("created", |counters| counters.created),
     ("repaired", |counters| counters.repaired),
@@ -45,6 +45,9 @@ const ACTIONS: [Action; 10] = [
     ("would_drain", |counters| counters.would_drain),
     ("not_drained", |counters| counters.not_drained),
     ("contended", |counters| counters.contended),
+    ("rewritten", |counters| counters.rewritten),
+    ("new_port", |counters| counters.new_ports),
+    ("cannot_move", |counters| counters.cannot_move),
 ];
 
 const STATES: [(&str, MarkState); 4] = [
@@ -113,7 +116,8 @@ impl Collector for SnapshotCell {
         )?;
         sheet.counters(
             "egress_actions",
-            "What was done for the Egress; drained, no_live, would_move and would_drain count packets, the others flows",
+            "What was done for the Egress; drained, no_live, would_move, would_drain, rewritten and cannot_move count packets, the others \
+             flows",
             egresses().flat_map(|(namespace, egress, counters)| {
                 ACTIONS.iter().map(move |(action, get)| {
                     ([("namespace", namespace), ("egress", egress), ("action", *action)], get(counters))

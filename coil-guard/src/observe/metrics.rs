@@ -28,6 +28,8 @@ pub struct Metrics {
     pub malformed: Family<Label, Counter>,
     /// Egresses with an annotation that is not understood.
     pub invalid_annotations: Gauge,
+    /// Egresses whose mode is refused.
+    pub refused_egresses: Gauge,
     /// From the arrival of a change to the written maps.
     pub apply_seconds: Histogram,
     /// Map writes and removals.
@@ -62,6 +64,7 @@ impl Metrics {
             watch_updates: Family::default(),
             malformed: Family::default(),
             invalid_annotations: Gauge::default(),
+            refused_egresses: Gauge::default(),
             apply_seconds: Histogram::new(buckets),
             map_writes: Counter::default(),
             apply_errors: Counter::default(),
@@ -103,6 +106,11 @@ impl Metrics {
             "invalid_annotations",
             "Egresses with a coil-guard.io annotation that is not understood",
             self.invalid_annotations.clone(),
+        );
+        registry.register(
+            "refused_egresses",
+            "Egresses whose mode is refused because Cilium's maps may only be read on this node",
+            self.refused_egresses.clone(),
         );
         registry.register(
             "apply_seconds",

@@ -43,6 +43,12 @@ impl Mode {
     /// All of them.
     pub const ALL: [Self; 4] = [Self::Audit, Self::Reset, Self::Drain, Self::Rewrite];
 
+    /// Whether it writes to Cilium's maps.
+    #[must_use]
+    pub const fn writes(self) -> bool {
+        matches!(self, Self::Reset | Self::Drain)
+    }
+
     /// As in the annotation.
     #[must_use]
     pub const fn name(self) -> &'static str {

@@ -28,18 +28,36 @@ pub struct Settings {
     pub default_mode: Option<Mode>,
     /// For an Egress without the annotation.
     pub not_ready_after: NotReadyAfter,
+    /// Nothing on this node may write to Cilium's maps: modes that do are refused.
+    pub read_only: bool,
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { fou_port: 5555, default_mode: None, not_ready_after: NotReadyAfter::default() }
+        Self {
+            fou_port: 5555,
+            default_mode: None,
+            not_ready_after: NotReadyAfter::default(),
+            read_only: false,
+        }
     }
 }
 
 impl Settings {
-    /// What is done for an Egress. An annotation that is there wins, even one that is not understood: it means off.
+    /// What is done for an Egress. An annotation that is there wins, even one that is not understood: it means off, as one
+    /// does that is refused here.
     #[must_use]
     pub fn mode(&self, egress: &Egress) -> Option<Mode> {
+        self.asked(egress).filter(|_| self.refused(egress).is_none())
+    }
+
+    /// The mode that is asked for and refused, because it writes to Cilium's maps.
+    #[must_use]
+    pub fn refused(&self, egress: &Egress) -> Option<Mode> {
+        self.asked(egress).filter(|mode| self.read_only && mode.writes())
+    }
+
+    fn asked(&self, egress: &Egress) -> Option<Mode> {
         egress.mode.unwrap_or(self.default_mode)
     }
 }

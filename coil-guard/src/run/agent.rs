@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     clock::Monotonic,
-    datapath::{Datapath, FlowEvent, FlowEventKind, How, Report},
+    datapath::{Datapath, FlowEvent, How, Report},
     index::{Index, Update},
     k8s::{EventWriter, Health, Message, Node, Watches},
     observe::{Endpoints, Metrics, SnapshotRequest},
@@ -214,6 +214,9 @@ impl Agent {
             self.metrics
                 .invalid_annotations
                 .set(i64::try_from(self.notices.invalid_egresses()).unwrap_or(i64::MAX));
+            self.metrics
+                .refused_egresses
+                .set(i64::try_from(self.notices.refused_egresses()).unwrap_or(i64::MAX));
         }
         let mut desired = plan::plan(&self.index, &self.settings, &self.attached, complete, now);
         if !self.planned {
@@ -343,12 +346,7 @@ impl Agent {
     }
 
     fn take_flow(&mut self, flow: &FlowEvent) {
-        let kind = match flow.kind {
-            FlowEventKind::Moved => "moved",
-            FlowEventKind::NoLive => "no_live",
-            FlowEventKind::WouldMove => "would_move",
-            FlowEventKind::DrainPortCollision => "drain_port_collision",
-        };
+        let kind = flow.kind.label();
         self.metrics.flow_events.get_or_create(&[("kind", kind)]).inc();
         let egress = self.datapath.egress_of(flow.egress);
         tracing::debug!(kind, client = %flow.client, port = flow.client_port, service = %flow.service.address,

@@ -27,6 +27,7 @@ pub(super) struct Notices {
     modes: Option<BTreeMap<EgressName, EgressMode>>,
     problems: BTreeSet<(EgressName, AnnotationProblem)>,
     no_pre_stop: BTreeSet<EgressName>,
+    refused: BTreeSet<EgressName>,
 }
 
 fn mode_name(mode: EgressMode) -> &'static str {
@@ -41,6 +42,7 @@ impl Notices {
             modes: None,
             problems: BTreeSet::new(),
             no_pre_stop: BTreeSet::new(),
+            refused: BTreeSet::new(),
         }
     }
 
@@ -52,6 +54,7 @@ impl Notices {
         let mut problems = BTreeSet::new();
         let mut modes = BTreeMap::new();
         let mut no_pre_stop = BTreeSet::new();
+        let mut refused = BTreeSet::new();
         for (name, egress) in index.egresses() {
             let mode = settings.mode(egress);
             let is_here = here.contains(name);
@@ -60,6 +63,12 @@ impl Notices {
             for problem in &egress.problems {
                 self.problem(name, egress, problem, is_here, now);
                 problems.insert((name.clone(), problem.clone()));
+            }
+            if let Some(asked) = settings.refused(egress) {
+                if !self.refused.contains(name) {
+                    self.refusal(name, egress, asked, is_here, now);
+                }
+                refused.insert(name.clone());
             }
             if mode == Some(Mode::Drain) && !egress.pre_stop && is_here {
                 if !self.no_pre_stop.contains(name) {
@@ -72,7 +81,21 @@ impl Notices {
                 no_pre_stop.insert(name.clone());
             }
         }
-        (self.modes, self.problems, self.no_pre_stop) = (Some(modes), problems, no_pre_stop);
+        (self.modes, self.problems) = (Some(modes), problems);
+        (self.no_pre_stop, self.refused) = (no_pre_stop, refused);
+    }
+
+    fn refusal(&mut self, name: &EgressName, egress: &Egress, asked: Mode, is_here: bool, now: Monotonic) {
+        let asked = asked.name();
+        let text = format!(
+            "Mode {asked} writes to Cilium's conntrack map, which --cilium-access read-only forbids on node {}: treated as \
+             off. Allowed are audit and rewrite",
+            self.node
+        );
+        tracing::warn!(egress = %name, mode = asked, "the mode is refused: Cilium's maps may only be read");
+        if is_here {
+            self.take(name, egress, Topic::ModeRefused, None, text, now);
+        }
     }
 
     fn mode(&mut self, name: &EgressName, egress: &Egress, mode: EgressMode, is_here: bool, now: Monotonic) {
@@ -110,6 +133,11 @@ impl Notices {
     /// Number of Egresses with an annotation that is not understood.
     pub(super) fn invalid_egresses(&self) -> usize {
         self.problems.iter().map(|(name, _)| name).collect::<BTreeSet<_>>().len()
+    }
+
+    /// Number of Egresses whose mode is refused.
+    pub(super) fn refused_egresses(&self) -> usize {
+        self.refused.len()
     }
 
     /// A client pod could not be attached.
@@ -169,6 +197,22 @@ impl Notices {
                     of(from)
                 ),
             ),
+            (FlowEventKind::CannotMove, Some(from)) => {
+                let why = match event.to {
+                    Some((to, _)) => format!(
+                        "Cilium's session affinity would send them back to {} from any source port (Cilium up to 1.17, or a \
+                         backend that is not ready). Use mode reset, or set the Egress's sessionAffinity to None",
+                        of(to)
+                    ),
+                    None => "Cilium chose leaving backends again, or has none that it could choose; they are tried again after \
+                             a pause"
+                        .to_owned(),
+                };
+                (
+                    Topic::CannotMove(from),
+                    format!("Rewrite: flows stay on leaving backend {} on node {node}: {why}", of(from)),
+                )
+            }
             (_, None) => return,
         };
         self.about(index, name, topic, Some(event.client.to_string()), text, now);

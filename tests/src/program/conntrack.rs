@@ -4,8 +4,8 @@ use std::net::IpAddr;
 
 use anyhow::{Context as _, Result};
 use coil_guard_common::cilium::{
-    Affinity, AffinityKey4, AffinityKey6, Backend4, Backend6, CtEntry, CtKey4, CtKey6, PROTO_UDP,
-    SERVICE_FLAG_AFFINITY, Service, ServiceKey4, ServiceKey6,
+    AFFINITY_MATCH, Affinity, AffinityKey4, AffinityKey6, AffinityMatchKey, Backend4, Backend6, CtEntry,
+    CtKey4, CtKey6, PROTO_UDP, SERVICE_FLAG_AFFINITY, Service, ServiceKey4, ServiceKey6,
 };
 use zerocopy::{FromBytes as _, IntoBytes as _};
 
@@ -218,5 +218,20 @@ impl Scene {
         };
         let value = Affinity { last_used: 1, backend_id: id, pad: 0 };
         self.map(self.family.names().affinity)?.update_bytes(&key, value.as_bytes(), Expect::Any).map(drop)
+    }
+
+    /// Whether affinity may choose a backend.
+    ///
+    /// # Errors
+    ///
+    /// When the map cannot be written.
+    pub fn affinity_match(&mut self, id: u32, may: bool) -> Result<()> {
+        let key = AffinityMatchKey { backend_id: id, rev_nat_index: REV_NAT, pad: [0; 2] };
+        let map = self.map(AFFINITY_MATCH)?;
+        if may {
+            map.update_bytes(key.as_bytes(), &[1], Expect::Any).map(drop)
+        } else {
+            map.delete_bytes(key.as_bytes()).map(drop)
+        }
     }
 }

@@ -12,9 +12,9 @@ use coil_guard_common::{
     abi::{
         AgentState, BackendMark, ClientServiceKey, DrainStats, EgressCounters, Event, FragmentKey,
         FragmentPorts, GuardedService, InnerFlow, InnerFlowKey, LeavingKey, LeavingSeen, POD_CONFIG, PROGRAM,
-        PodConfig, Previous, ReportKey, ServiceKey, maps,
+        PinnedPort, PinnedPortKey, PodConfig, Previous, ReportKey, ServiceKey, maps,
     },
-    cilium::{MAPS4, MAPS6},
+    cilium::{AFFINITY_MATCH, MAPS4, MAPS6},
     counters::Reason,
 };
 use zerocopy::FromBytes as _;
@@ -156,7 +156,8 @@ impl Instance {
             ]
             .map(|(own, pinned)| (format!("{own}{suffix}"), cilium.path(pinned)))
         });
-        let bound: Vec<_> = bound.collect();
+        let affinity_match = ("AFFINITY_MATCH".to_owned(), cilium.path(AFFINITY_MATCH));
+        let bound: Vec<_> = bound.chain([affinity_match]).collect();
         for (name, path) in &bound {
             loader.map_pin_path(name, path);
         }
@@ -255,6 +256,7 @@ impl Instance {
         self.empty::<InnerFlowKey, InnerFlow>(maps::INNER_FLOWS)?;
         self.empty::<FragmentKey, FragmentPorts>(maps::FRAGMENTS)?;
         self.empty::<ClientServiceKey, Previous>(maps::PREVIOUS)?;
+        self.empty::<PinnedPortKey, PinnedPort>(maps::PINNED_PORTS)?;
         self.empty::<LeavingKey, LeavingSeen>(maps::LEAVING)?;
         self.empty::<[u8; 16], DrainStats>(maps::DRAINS)?;
         self.empty::<ReportKey, u64>(maps::REPORTED)?;

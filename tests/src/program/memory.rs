@@ -2,7 +2,8 @@
 
 use anyhow::{Context as _, Result};
 use coil_guard_common::abi::{
-    ClientServiceKey, DrainStats, InnerFlow, InnerFlowKey, LeavingKey, LeavingSeen, Previous, maps,
+    ClientServiceKey, DrainStats, InnerFlow, InnerFlowKey, LeavingKey, LeavingSeen, PinnedPort,
+    PinnedPortKey, Previous, maps,
 };
 use zerocopy::FromZeros as _;
 
@@ -41,6 +42,39 @@ impl Scene {
     ) -> Result<()> {
         let key = self.flow_key(protocol, port, destination_port);
         self.guard.set(maps::INNER_FLOWS, &key, flow)
+    }
+
+    fn pinned_key(&self, port: u16) -> PinnedPortKey {
+        PinnedPortKey {
+            service: mapped(self.cluster_ip()),
+            client: mapped(self.client()),
+            service_port: FOU_PORT.to_be_bytes(),
+            client_port: port.to_be_bytes(),
+        }
+    }
+
+    /// What mode rewrite remembers of the client's packets from a source port.
+    ///
+    /// # Errors
+    ///
+    /// When the map cannot be read.
+    pub fn pinned(&self, port: u16) -> Result<Option<PinnedPort>> {
+        let key = self.pinned_key(port);
+        match self.guard.own::<PinnedPortKey, PinnedPort>(maps::PINNED_PORTS)?.get(&key, 0) {
+            Ok(pin) => Ok(Some(pin)),
+            Err(aya::maps::MapError::KeyNotFound) => Ok(None),
+            Err(error) => Err(error).context("cannot look up a given port"),
+        }
+    }
+
+    /// Makes mode rewrite remember that.
+    ///
+    /// # Errors
+    ///
+    /// When the map cannot be written.
+    pub fn pin(&mut self, port: u16, pin: &PinnedPort) -> Result<()> {
+        let key = self.pinned_key(port);
+        self.guard.set(maps::PINNED_PORTS, &key, pin)
     }
 
     /// A memory of a flow on the backend `id`, seen `age` nanoseconds ago.

@@ -41,8 +41,8 @@ fn no_packet_makes_it_do_what_it_must_not() -> Result<()> {
         let mut sent = 0;
         while sent < packets {
             let family = *rng.pick(&FAMILIES);
-            shuffle(&mut scene, family, &mut rng)?;
-            let mut watch = Watch::begin(&scene)?;
+            let mode = shuffle(&mut scene, family, &mut rng)?;
+            let mut watch = Watch::begin(&scene, mode)?;
             for _ in 0..ROUND {
                 let frame = packet(&scene, &mut rng);
                 watch
@@ -67,8 +67,10 @@ fn no_packet_makes_it_do_what_it_must_not() -> Result<()> {
 }
 
 /// Any state of the maps: backends and marks in all states, entries of this client and of others, good and dangling.
-fn shuffle(scene: &mut Scene, family: IpFamily, rng: &mut Rng) -> Result<()> {
-    let mode = *rng.pick(&[mode::AUDIT, mode::RESET, mode::DRAIN, mode::DRAIN, mode::DRAIN, 9]);
+fn shuffle(scene: &mut Scene, family: IpFamily, rng: &mut Rng) -> Result<u8> {
+    const MODES: [u8; 8] =
+        [mode::AUDIT, mode::RESET, mode::DRAIN, mode::DRAIN, mode::DRAIN, mode::REWRITE, mode::REWRITE, 9];
+    let mode = *rng.pick(&MODES);
     scene.begin(family, mode)?;
     scene.guarded(mode, if rng.one_in(3) { SERVICE_SPORT_AUTO } else { 0 })?;
     scene.agent_alive(!rng.one_in(4))?;
@@ -124,7 +126,10 @@ fn shuffle(scene: &mut Scene, family: IpFamily, rng: &mut Rng) -> Result<()> {
     if rng.one_in(2) {
         scene.moved_off(*rng.pick(&ids), 7, 1_000_000_000)?;
     }
-    Ok(())
+    if rng.one_in(2) {
+        scene.affinity_match(*rng.pick(&ids), true)?;
+    }
+    Ok(mode)
 }
 
 /// A packet that is mostly right.
@@ -184,6 +189,7 @@ pub(crate) fn mutate(frame: &mut Vec<u8>, rng: &mut Rng) {
 
 /// What the maps were, to see that each change is one that may be.
 struct Watch {
+    mode: u8,
     conntrack: Elements,
     others: coil_guard_tests::cilium::Dump,
     /// Packets that were decided about.
@@ -193,10 +199,11 @@ struct Watch {
 }
 
 impl Watch {
-    fn begin(scene: &Scene) -> Result<Self> {
+    fn begin(scene: &Scene, mode: u8) -> Result<Self> {
         let mut others = scene.guard.cilium().dump()?;
         others.maps.remove(scene.family.names().conntrack);
         Ok(Self {
+            mode,
             conntrack: scene.guard.cilium().conntrack(scene.family)?.dump()?,
             others,
             decided: scene.guard.egress(EGRESS)?.packets,
@@ -216,7 +223,7 @@ impl Watch {
             let rewritten = rewritten(scene)?;
             ensure!(rewritten > self.rewritten, "a packet that was not drained changed: {}", hex(&output));
             self.rewritten = rewritten;
-            only_the_port(frame, &output)?;
+            only_the_port(frame, &output, self.mode)?;
         }
         Ok(())
     }
@@ -226,6 +233,7 @@ impl Watch {
         for (key, after) in &now {
             let before = self.conntrack.get(key);
             if before != Some(after) {
+                ensure!(self.mode != mode::REWRITE, "rewrite wrote the entry {}", hex(key));
                 judge(scene, frame, key, before, after)?;
             }
         }
@@ -294,14 +302,20 @@ fn judge(scene: &Scene, frame: &[u8], key: &[u8], before: Option<&Vec<u8>>, afte
 /// Packets counted under a verdict that comes with another source port.
 fn rewritten(scene: &Scene) -> Result<u64> {
     let counters = scene.guard.counters()?;
-    Ok([Reason::Drained, Reason::Settling, Reason::NoLive]
-        .into_iter()
-        .map(|reason| counters.of(reason))
-        .sum())
+    let with_a_port = [
+        Reason::Drained,
+        Reason::Settling,
+        Reason::NoLive,
+        Reason::Rewritten,
+        Reason::NewPort,
+        Reason::HeldByAffinity,
+        Reason::NotMoved,
+    ];
+    Ok(with_a_port.into_iter().map(|reason| counters.of(reason)).sum())
 }
 
-/// Nothing but the outer source port, now a drain port, and the checksum behind it differs.
-fn only_the_port(frame: &[u8], output: &[u8]) -> Result<()> {
+/// Nothing but the outer source port, now one that the mode gives, and the checksum behind it differs.
+fn only_the_port(frame: &[u8], output: &[u8], mode: u8) -> Result<()> {
     ensure!(frame.len() == output.len(), "another length");
     let differing: Vec<_> = (0..frame.len()).filter(|at| frame[*at] != output[*at]).collect();
     let Some(first) = differing.first() else { return Ok(()) };
@@ -312,7 +326,8 @@ fn only_the_port(frame: &[u8], output: &[u8]) -> Result<()> {
     });
     let udp = udp.with_context(|| format!("bytes {differing:?} changed: {}", hex(output)))?;
     let port = u16::from_be_bytes([output[udp], output[udp + 1]]);
-    ensure!((61_000..65_096).contains(&port), "the new source port is {port}");
+    let range = if mode == mode::REWRITE { 65_096..=65_535 } else { 61_000..=65_095 };
+    ensure!(range.contains(&port), "the new source port is {port}");
     ensure!(
         (frame[udp + 6..udp + 8] == [0, 0]) == (output[udp + 6..udp + 8] == [0, 0]),
         "the checksum came or went: {}",

@@ -8,5 +8,6 @@ mod load;
 mod reasons;
 mod replies;
 mod reset;
+mod rewrite;
 mod support;
 mod untouched;

@@ -24,7 +24,7 @@ type Setup = fn(&mut Scene, &mut Vec<u8>) -> Result<()>;
 
 /// The scene that each starts from: mode drain, the FoU port bound to backend 1, everything healthy; `frame` opens a
 /// connection.
-const CASES: [(Reason, Setup); 19] = [
+const CASES: [(Reason, Setup); 23] = [
     (Reason::NotFou, |_, frame| {
         frame[12] = 0x86;
         frame[13] = 0x00;
@@ -89,7 +89,28 @@ const CASES: [(Reason, Setup); 19] = [
         *frame = scene.frame(61_002, &scene.tcp(1000, tcp::SYN));
         Ok(())
     }),
+    (Reason::Rewritten, |scene, frame| {
+        rewrite(scene)?;
+        scene.run(frame).map(drop)
+    }),
+    (Reason::NewPort, |scene, _| rewrite(scene)),
+    (Reason::HeldByAffinity, |scene, _| {
+        rewrite(scene)?;
+        scene.service(&[1, 2], true)?;
+        scene.affinity(1)?;
+        scene.affinity_match(1, true)
+    }),
+    (Reason::NotMoved, |scene, _| {
+        rewrite(scene)?;
+        scene.service(&[2, 9], false)
+    }),
 ];
+
+/// Mode rewrite, and backend 1 leaves.
+fn rewrite(scene: &mut Scene) -> Result<()> {
+    scene.guarded(mode::REWRITE, 0)?;
+    scene.leaving(1, 0)
+}
 
 /// A flow of backend 1, which leaves, while the FoU port names backend 2.
 fn old_flow(scene: &mut Scene, frame: &mut Vec<u8>, seconds: u64) -> Result<()> {

@@ -9,13 +9,14 @@ use std::{
 use coil_guard_common::{
     abi::{DrainStats, EgressCounters},
     cilium::BACKEND_ACTIVE,
+    decide::STUCK_REPORT,
 };
 
 use super::Status;
 use crate::{
     cilium::CurrentBackend,
     clock::Monotonic,
-    datapath::{LastMove, MarkSnapshot, ServiceSnapshot, Snapshot, draining},
+    datapath::{GivenPort, LastMove, MarkSnapshot, ServiceSnapshot, Snapshot, draining},
     plan::{EgressName, MarkState, ServiceAddress},
 };
 
@@ -28,7 +29,12 @@ pub(super) struct Egress<'a> {
     pub(super) backends: BTreeMap<IpAddr, Backend<'a>>,
     pub(super) counters: Option<&'a EgressCounters>,
     pub(super) cutovers: Vec<Cutover<'a>>,
+    /// What mode rewrite remembers of its flows.
+    pub(super) given: Vec<&'a GivenPort>,
 }
+
+/// A flow that has to leave for longer is said to be stuck.
+const STUCK: Duration = Duration::from_nanos(STUCK_REPORT);
 
 /// Attached pods with a flow to the Egress.
 #[derive(Debug, PartialEq, Eq)]
@@ -107,7 +113,8 @@ fn egress<'a>(
         Clients::Unknown
     };
     let counters = name.and_then(|name| snapshot.egresses.get(name));
-    Egress { name, services, clients, backends, counters, cutovers }
+    let given = status.given.iter().filter(|given| services.contains_key(&given.service)).collect();
+    Egress { name, services, clients, backends, counters, cutovers, given }
 }
 
 pub(super) fn backend(status: &Status, address: IpAddr) -> Backend<'_> {
@@ -147,6 +154,12 @@ impl Egress<'_> {
     /// Inner flows that stay on leaving backends now.
     pub(super) fn draining(&self) -> u64 {
         self.backends.values().filter_map(|backend| backend.drain).map(draining).sum()
+    }
+
+    /// Flows that mode rewrite should have moved and has not.
+    pub(super) fn stuck(&self, now: Monotonic) -> impl Iterator<Item = &GivenPort> {
+        let is_stuck = move |since: Monotonic| now.since(since) >= STUCK;
+        self.given.iter().copied().filter(move |given| given.stuck_since.is_some_and(is_stuck))
     }
 
     pub(super) fn title(&self) -> String {

@@ -11,7 +11,12 @@ use super::{
     problems::problems,
     state_of_mark,
 };
-use crate::{cilium::state_name, clock::Monotonic, datapath::draining, plan::Keep};
+use crate::{
+    cilium::state_name,
+    clock::Monotonic,
+    datapath::{GivenPort, draining},
+    plan::Keep,
+};
 
 pub(super) fn json(status: &Status) -> Value {
     let snapshot = &status.snapshot;
@@ -72,6 +77,7 @@ fn one_egress(now: Monotonic, egress: &Egress<'_>) -> Value {
         "backends": backends.collect::<Vec<_>>(),
         "draining": egress.draining(),
         "lastCutovers": cutovers.collect::<Vec<_>>(),
+        "givenPorts": egress.given.iter().map(|given| one_given(now, given)).collect::<Vec<_>>(),
         "counters": egress.counters.map(numbers),
     })
 }
@@ -109,11 +115,20 @@ fn one_cutover(now: Monotonic, cutover: &Cutover<'_>) -> Value {
     })
 }
 
+fn one_given(now: Monotonic, given: &GivenPort) -> Value {
+    json!({
+        "service": given.service.address, "client": given.client, "pod": given.pod,
+        "clientPort": given.client_port, "port": given.port, "leftBackendId": given.left,
+        "stuckSince": given.stuck_since.map(|since| from(now, since)),
+    })
+}
+
 fn numbers(counters: &EgressCounters) -> Value {
     json!({
         "packets": counters.packets, "moved": counters.moved, "created": counters.created,
         "repaired": counters.repaired, "drained": counters.drained, "cut": counters.cut,
         "noLive": counters.no_live, "wouldMove": counters.would_move, "wouldDrain": counters.would_drain,
         "notDrained": counters.not_drained, "contended": counters.contended,
+        "rewritten": counters.rewritten, "newPorts": counters.new_ports, "cannotMove": counters.cannot_move,
     })
 }

@@ -24,6 +24,7 @@ pub(super) fn problems(status: &Status, egresses: &[Egress<'_>]) -> Vec<String> 
     for egress in egresses {
         problems.extend(services(status, egress));
         problems.extend(backends(status, egress));
+        problems.extend(stuck(snapshot, egress));
         problems.extend(counters(egress));
     }
     let unknown = snapshot.packets.get(Reason::UnknownService.label()).copied().unwrap_or(0);
@@ -121,6 +122,18 @@ fn backends(status: &Status, egress: &Egress<'_>) -> Option<String> {
             "Egress {}: none of its {} backends takes new flows: flows stay where they are until one does",
             egress.title(),
             egress.backends.len()
+        )
+    })
+}
+
+fn stuck(snapshot: &Snapshot, egress: &Egress<'_>) -> Option<String> {
+    let flows = egress.stuck(snapshot.time).count();
+    (flows > 0).then(|| {
+        format!(
+            "Egress {}: {flows} flows stay on a backend that they should leave, because another source port is of no use: as a \
+             rule Cilium's session affinity sends them back (Cilium up to 1.17); they leave when Cilium drops the backend. \
+             `coil-guard check` says what to do",
+            egress.title()
         )
     })
 }

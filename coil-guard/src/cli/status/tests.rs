@@ -98,7 +98,41 @@ fn status() -> Status {
     };
     let earlier =
         LastMove { from: ip(3), at: at(50), client: [10, 0, 0, 9].into(), pod: None, ..last.clone() };
-    Status { snapshot: snapshot(), moves: vec![last, earlier], cilium: Ok(current) }
+    Status { snapshot: snapshot(), moves: vec![last, earlier], given: Vec::new(), cilium: Ok(current) }
+}
+
+fn given(client_port: u16, port: Option<u16>, stuck_since: Option<Monotonic>) -> GivenPort {
+    GivenPort {
+        service: SERVICE,
+        client: client(),
+        pod: "default/client".into(),
+        client_port,
+        port,
+        left: 11,
+        stuck_since,
+    }
+}
+
+#[test]
+fn given_ports_are_shown_and_flows_that_cannot_leave_are_a_problem() {
+    let mut status = status();
+    status.given = vec![given(5555, Some(65_100), None), given(40_000, None, Some(at(99)))];
+    let shown = text(&status);
+    assert_lines(
+        &shown,
+        &["  Source ports given: 1", "    default/client (10.0.0.1) to 10.96.0.10: 5555 goes by 65100"],
+    );
+    assert_eq!(problem(&status), [] as [&str; 0], "a second is not worth a word");
+    status.given[1].stuck_since = Some(at(98));
+    assert_problem(&status, "1 flows stay on a backend that they should leave");
+    let json = json(&status);
+    let ports = &json["egresses"]["net/nat"]["givenPorts"];
+    assert_eq!(
+        (&ports[0]["port"], &ports[1]["stuckSince"]),
+        (&serde_json::json!(65_100), &serde_json::json!(-2.0))
+    );
+    status.given = (0..20).map(|nth| given(40_000 + nth, Some(65_100 + nth), None)).collect();
+    assert_lines(&text(&status), &["  Source ports given: 20", "    and 12 more (see --json)"]);
 }
 
 fn assert_lines(text: &str, lines: &[&str]) {

@@ -115,10 +115,29 @@ fn write_egress(out: &mut String, status: &Status, egress: &Egress<'_>) -> Resul
         }
         writeln!(out)?;
     }
+    write_given(out, egress)?;
     writeln!(out, "  Backends: {}", egress.backends.len())?;
     write_backends(out, status, &egress.backends)?;
     for cutover in &egress.cutovers {
         write_cutover(out, cutover, status.snapshot.time)?;
+    }
+    Ok(())
+}
+
+/// The ports of the first few flows: with `fouSourcePortAuto` there are thousands.
+fn write_given(out: &mut String, egress: &Egress<'_>) -> Result {
+    const SHOWN: usize = 8;
+    let given: Vec<_> = egress.given.iter().filter_map(|given| Some((given, given.port?))).collect();
+    if given.is_empty() {
+        return Ok(());
+    }
+    writeln!(out, "  Source ports given: {}", given.len())?;
+    for (flow, port) in given.iter().take(SHOWN) {
+        let (pod, client, own) = (&flow.pod, flow.client, flow.client_port);
+        writeln!(out, "    {pod} ({client}) to {}: {own} goes by {port}", flow.service.address)?;
+    }
+    if given.len() > SHOWN {
+        writeln!(out, "    and {} more (see --json)", given.len() - SHOWN)?;
     }
     Ok(())
 }

@@ -56,6 +56,29 @@ fn the_default_mode_is_for_egresses_without_the_annotation() {
 }
 
 #[test]
+fn modes_that_write_are_refused_where_nothing_may_write() {
+    let settings = Settings { read_only: true, default_mode: Some(Mode::Reset), ..Settings::default() };
+    for (asked, given) in [
+        ("reset", None),
+        ("drain", None),
+        ("audit", Some(Mode::Audit)),
+        ("rewrite", Some(Mode::Rewrite)),
+        ("off", None),
+    ] {
+        let mut index = running(asked);
+        let desired = plan(&index, &settings, &BTreeSet::new(), true, at(0));
+        let modes: BTreeSet<_> = desired.services.values().map(|service| Some(service.mode)).collect();
+        assert_eq!(modes, given.map(Some).into_iter().collect(), "{asked}");
+        index.egress_is(&api_egress(EGRESS, &[("coil-guard.io/mode", asked)]), at(0));
+        let egress = &index.egresses()[&named(EGRESS)];
+        assert_eq!(settings.refused(egress).is_some(), ["reset", "drain"].contains(&asked), "{asked}");
+    }
+    let mut index = running("reset");
+    index.egress_is(&api_egress(EGRESS, &[]), at(0));
+    assert_eq!(settings.refused(&index.egresses()[&named(EGRESS)]), Some(Mode::Reset), "the default mode");
+}
+
+#[test]
 fn both_cluster_ips_are_guarded_and_a_changed_one_replaces_the_old() {
     let mut index = running("reset");
     index.service_is(&api_service(EGRESS, &[CLUSTER_IP, "fd00::10"]), at(1));
