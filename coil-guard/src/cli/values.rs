@@ -39,7 +39,7 @@ impl From<DefaultMode> for EgressMode {
 
 /// `--cilium-access`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum CiliumAccess {
+pub(crate) enum CiliumAccess {
     /// Modes reset and drain may change a client's own conntrack entries
     ReadWrite,
     /// Cilium's maps are only read, whatever an annotation says

@@ -227,7 +227,12 @@ fn a_gauge_below_zero_is_shown_as_zero() {
 
 #[test]
 fn an_untouched_node_says_so() {
-    let status = Status { snapshot: Snapshot::default(), moves: Vec::new(), cilium: Err("none".into()) };
+    let status = Status {
+        snapshot: Snapshot::default(),
+        moves: Vec::new(),
+        given: Vec::new(),
+        cilium: Err("none".into()),
+    };
     assert_eq!(text(&status), "Nothing is guarded on this node.\n");
     assert!(problem(&status).is_empty());
 }
