@@ -10,5 +10,6 @@ mod kernel;
 mod outside;
 mod ping;
 mod reset;
+mod rewrite;
 mod tcp;
 mod world;

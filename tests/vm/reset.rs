@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use coil_guard_tests::{cilium::IpFamily, net::lab_test, scenario::Scenario};
+use coil_guard_tests::{cilium::IpFamily, lab::LabBuilder, net::lab_test, scenario::Scenario};
 
 use crate::{
     coil::{Form, Tunnels, blackhole},
@@ -105,13 +105,14 @@ fn connect(
     }
 }
 
-fn nothing_stalls(tunnels: Tunnels) -> Result<()> {
+/// Rolls a cluster with each family inside in `mode`, and expects that nothing is lost.
+pub(crate) fn nothing_stalls(mode: &str, lab: fn() -> LabBuilder, tunnels: Tunnels) -> Result<()> {
     for family in FAMILIES {
         lab_test(|| {
-            let builder = Scenario::builder(lab().backends(2 * PODS).published(PODS)).mode("reset");
+            let builder = Scenario::builder(lab().backends(2 * PODS).published(PODS)).mode(mode);
             let mut world = World::start(builder, tunnels)?;
             let figures = roll(&mut world, family, PATIENCE)?;
-            println!("figure: {family:?} {tunnels:?}: {figures}");
+            println!("figure: {mode} {family:?} {tunnels:?}: {figures}");
             let good = figures.failed.is_empty() && figures.lost.is_empty() && figures.to_leaving.is_empty();
             world.scenario.explain(if good { Ok(()) } else { Err(anyhow::anyhow!("{figures}")) })?;
             ensure!(figures.connections > 50 && figures.pings > 50, "too little was tried: {figures}");
@@ -124,17 +125,17 @@ fn nothing_stalls(tunnels: Tunnels) -> Result<()> {
 
 #[test]
 fn nothing_stalls_while_every_egress_pod_is_replaced() -> Result<()> {
-    nothing_stalls(Tunnels::COIL)
+    nothing_stalls("reset", lab, Tunnels::COIL)
 }
 
 #[test]
 fn nothing_stalls_with_source_ports_by_inner_flow() -> Result<()> {
-    nothing_stalls(Tunnels { sport_auto: true, ..Tunnels::COIL })
+    nothing_stalls("reset", lab, Tunnels { sport_auto: true, ..Tunnels::COIL })
 }
 
 #[test]
 fn nothing_stalls_with_outer_checksums() -> Result<()> {
-    nothing_stalls(Tunnels { form: Form::Checksums, sport_auto: false })
+    nothing_stalls("reset", lab, Tunnels { form: Form::Checksums, sport_auto: false })
 }
 
 #[test]

@@ -1,0 +1,71 @@
+//! Mode `rewrite`: a rolling restart as in reset, where Cilium can choose anew, without a write to its maps.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, ensure};
+use coil_guard_tests::{
+    cilium::{CiliumVersion, MatchPolicy},
+    lab::{Lab, LabBuilder},
+    net::lab_test,
+    scenario::Scenario,
+};
+
+use crate::{
+    coil::{Form, Tunnels},
+    reset::nothing_stalls,
+    tcp::{self, Bulk},
+    world::{FAMILIES, PATIENCE, World},
+};
+
+/// Coil's default affinity, which this Cilium does not keep to a leaving backend.
+fn lets_go() -> LabBuilder {
+    let affinity = Some(Duration::from_secs(10_800));
+    Lab::builder().version(CiliumVersion::V1_20).affinity(affinity).match_policy(MatchPolicy::Dropped)
+}
+
+fn without_affinity() -> LabBuilder {
+    Lab::builder().version(CiliumVersion::V1_16)
+}
+
+#[test]
+fn rewrite_stalls_nothing_while_every_egress_pod_is_replaced() -> Result<()> {
+    nothing_stalls("rewrite", lets_go, Tunnels::COIL)
+}
+
+#[test]
+fn rewrite_stalls_nothing_with_source_ports_by_inner_flow() -> Result<()> {
+    nothing_stalls("rewrite", without_affinity, Tunnels { sport_auto: true, ..Tunnels::COIL })
+}
+
+/// Super-packets, and checksums that nobody trusts blindly, under a given port.
+#[test]
+fn bulk_goes_whole_under_a_given_port() -> Result<()> {
+    for family in FAMILIES {
+        for form in [Form::Coil, Form::Checksums] {
+            lab_test(|| {
+                let builder = Scenario::builder(lets_go()).mode("rewrite");
+                let mut world = World::start(builder, Tunnels { form, sport_auto: false })?;
+                let old = tcp::short(world.client(), family, PATIENCE)?;
+                let old = world.index_of(old)?;
+                world.begin_to_delete(old)?;
+                for offload in [true, false] {
+                    world.set_checksum_offload(offload)?;
+                    let bulk = Bulk::start(world.client(), family)?;
+                    let new = world.index_of(bulk.via())?;
+                    ensure!(new != old, "a new connection went to the leaving pod {old}");
+                    bulk.wait_progress(8 << 20, PATIENCE)?;
+                    bulk.finish()?;
+                }
+                let rewritten = ["action=\"rewritten\""];
+                let agent = world.scenario.agent()?;
+                ensure!(
+                    agent.metric("coil_guard_egress_actions_total", &rewritten)? > 100.0,
+                    "the transfers went by the FoU port"
+                );
+                world.ensure_no_checksum_errors()
+            })
+            .with_context(|| format!("{family:?} {form:?}"))?;
+        }
+    }
+    Ok(())
+}
