@@ -114,7 +114,8 @@ fn a_family_or_an_affinity_map_that_is_absent_gets_a_stand_in_of_our_own() {
             "cilium_ct_any6_global",
             "cilium_lb6_services_v2",
             "cilium_lb6_backends_v3",
-            "cilium_lb6_affinity"
+            "cilium_lb6_affinity",
+            "cilium_lb_affinity_match"
         ]
     );
     wait_attached(&mut agent);
