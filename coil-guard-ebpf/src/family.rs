@@ -13,7 +13,7 @@ use coil_guard_common::{
 
 use crate::{
     apart,
-    config::Config,
+    config::Client,
     maps,
     scratch::Scratch,
     skb::{Packet, WINDOW, WINDOW4, WINDOW6, Window},
@@ -34,7 +34,7 @@ pub(crate) trait Family {
     type AffinityKey: 'static;
     type Backend: AnyBackend<Address = Self::Address> + 'static;
 
-    fn is_own(address: Self::Address) -> bool;
+    fn is_own(client: Client, address: Self::Address) -> bool;
     fn outer(scratch: &Scratch) -> &Outer<Self::Address>;
     fn pseudo_header(outer: &Outer<Self::Address>) -> Sum;
 
@@ -91,8 +91,8 @@ macro_rules! family {
             type Backend = $backend;
 
             #[inline(always)]
-            fn is_own(address: $address) -> bool {
-                Config::$own(address)
+            fn is_own(client: Client, address: $address) -> bool {
+                client.$own(address)
             }
             #[inline(always)]
             fn outer(scratch: &Scratch) -> &Outer<$address> {

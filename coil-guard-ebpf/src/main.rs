@@ -1,4 +1,5 @@
-//! The TC program, on egress of the interface that holds a client pod's address, inside the pod's namespace.
+//! The core program. The stub of each client pod goes on here: it is attached on egress of the interface that holds the
+//! pod's address, inside the pod's namespace.
 //!
 //! There it sees the complete outer FoU packet before Cilium does. It looks at Cilium's maps, may change the packet's own
 //! service entry or outer source port, and always passes the packet on. The rules are in `coil_guard_common::decide`; this
@@ -38,7 +39,7 @@ use coil_guard_common::{
 use network_types::udp::UdpHdr;
 
 use crate::{
-    config::Config,
+    config::Client,
     family::{Family, V4, V6},
     scratch::Scratch,
     skb::{LinearPacket, Packet},
@@ -50,15 +51,16 @@ const PASS_ON: i32 = -1;
 
 /// See the crate's documentation.
 #[classifier]
-pub(crate) fn coil_guard(context: TcContext) -> i32 {
+pub(crate) fn coil_guard_core(context: TcContext) -> i32 {
+    let Some(client) = Client::get() else { return PASS_ON };
     let packet = Packet::new(&context);
     let parsed = match LinearPacket::of(&packet) {
-        Some(linear) => parse(&linear),
-        None => parse_anywhere(&packet),
+        Some(linear) => parse(&linear, client.fou_port()),
+        None => parse_anywhere(&packet, client.fou_port()),
     };
     let reason = match parsed {
-        Parsed::V4 => guard::<V4>(&packet),
-        Parsed::V6 => guard::<V6>(&packet),
+        Parsed::V4 => guard::<V4>(&packet, client),
+        Parsed::V6 => guard::<V6>(&packet, client),
         Parsed::Other(reason) => reason,
     };
     maps::count(reason);
@@ -73,10 +75,10 @@ enum Parsed {
 }
 
 #[inline(always)]
-fn parse(packet: &impl Load) -> Parsed {
+fn parse(packet: &impl Load, fou_port: [u8; 2]) -> Parsed {
     // Family by family, so that each outcome goes straight to its place in the record.
     match packet::ether_type(packet) {
-        ETHERTYPE_IPV4 => match packet::parse_v4(packet, Config::fou_port()) {
+        ETHERTYPE_IPV4 => match packet::parse_v4(packet, fou_port) {
             Ok(outer) => {
                 let Some(scratch) = Scratch::get() else { return Parsed::Other(Reason::NotGuarded) };
                 scratch.outer4 = outer;
@@ -84,7 +86,7 @@ fn parse(packet: &impl Load) -> Parsed {
             }
             Err(reason) => Parsed::Other(reason),
         },
-        ETHERTYPE_IPV6 => match packet::parse_v6(packet, Config::fou_port()) {
+        ETHERTYPE_IPV6 => match packet::parse_v6(packet, fou_port) {
             Ok(outer) => {
                 let Some(scratch) = Scratch::get() else { return Parsed::Other(Reason::NotGuarded) };
                 scratch.outer6 = outer;
@@ -98,12 +100,12 @@ fn parse(packet: &impl Load) -> Parsed {
 
 /// Not inlined: rare.
 #[inline(never)]
-fn parse_anywhere(packet: &Packet<'_>) -> Parsed {
-    parse(packet)
+fn parse_anywhere(packet: &Packet<'_>, fou_port: [u8; 2]) -> Parsed {
+    parse(packet, fou_port)
 }
 
 #[inline(always)]
-fn guard<F: Family>(packet: &Packet<'_>) -> Reason {
+fn guard<F: Family>(packet: &Packet<'_>, client: Client) -> Reason {
     let Some(scratch) = Scratch::get() else { return Reason::NotGuarded };
     let outer = F::outer(scratch);
     (scratch.service.address, scratch.service.port) = (outer.destination.mapped(), outer.destination_port);
@@ -113,10 +115,10 @@ fn guard<F: Family>(packet: &Packet<'_>) -> Reason {
         return Reason::NotGuarded;
     }
     // A client with NET_RAW must not act on another pod's flows.
-    if !F::is_own(F::outer(scratch).source) {
+    if !F::is_own(client, F::outer(scratch).source) {
         return Reason::ForeignSource;
     }
-    decide::<F>(packet, scratch, now, service)
+    decide::<F>(packet, scratch, now, service, client)
 }
 
 #[inline(never)]
@@ -125,17 +127,18 @@ fn decide<F: Family>(
     scratch: &'static mut Scratch,
     now: u64,
     service: &'static GuardedService,
+    client: Client,
 ) -> Reason {
-    scratch.mode = effective_mode(service);
+    scratch.mode = effective_mode(service, client);
     let Some(state) = scratch::state() else { return Reason::NotGuarded };
-    let mut world = ClientWorld::<F>::new(scratch, now, service);
+    let mut world = ClientWorld::<F>::new(scratch, now, service, client);
     if !world.find_master(&mut state.master) {
         return Reason::UnknownService;
     }
     if tracks_flows(world.scratch.mode) {
         let offset = F::outer(world.scratch).inner();
-        let client = F::outer(world.scratch).source.mapped();
-        (world.scratch.flow.client, world.scratch.fragment.client) = (client, client);
+        let address = F::outer(world.scratch).source.mapped();
+        (world.scratch.flow.client, world.scratch.fragment.client) = (address, address);
         world.scratch.flow_packet = inner_flow::<F>(packet, world.scratch, offset);
     }
     let mode = world.scratch.mode;
@@ -173,8 +176,8 @@ fn update_checksum<F: Family>(packet: &Packet<'_>, scratch: &Scratch, header: &U
 /// Where the pod's ephemeral ports reach into the drain ports, a flow that has a port of its own cannot be told from a
 /// drained one.
 #[inline(always)]
-fn effective_mode(service: &GuardedService) -> u8 {
-    let auto = service.flags & SERVICE_SPORT_AUTO != 0 && Config::flags() & POD_PORTS_OVERLAP != 0;
+fn effective_mode(service: &GuardedService, client: Client) -> u8 {
+    let auto = service.flags & SERVICE_SPORT_AUTO != 0 && client.flags() & POD_PORTS_OVERLAP != 0;
     if auto && service.mode == mode::DRAIN { mode::RESET } else { service.mode }
 }
 

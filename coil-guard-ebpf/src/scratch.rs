@@ -56,10 +56,16 @@ pub(crate) struct Scratch {
     pub(crate) window: [u8; WINDOW],
     /// When the packet came.
     pub(crate) now: u64,
-    /// Of the packet's service.
-    pub(crate) tracked_since: u64,
+    /// Since when inner flows of the packet's client and service are remembered.
+    pub(crate) memory_since: u64,
+    /// Of the packet's client.
+    pub(crate) unmarked_drain: u64,
+    /// Of the packet's client.
+    pub(crate) generation: u32,
     /// Of the packet's service.
     pub(crate) egress: u32,
+    /// Of the packet's client.
+    pub(crate) fou_port: [u8; 2],
 }
 
 /// Keys of Cilium's maps for the packet's client and service. Built once a packet; a lookup then changes a field or two.

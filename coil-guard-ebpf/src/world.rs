@@ -13,7 +13,7 @@ use coil_guard_common::{
 
 use crate::{
     atomic,
-    config::Config,
+    config::{self, Client},
     family::{AnyBackend as _, Family},
     maps::{self, copy},
     report,
@@ -32,14 +32,22 @@ pub(crate) struct ClientWorld<F: Family> {
 
 impl<F: Family> ClientWorld<F> {
     #[inline(always)]
-    pub(crate) fn new(scratch: &'static mut Scratch, now: u64, service: &'static GuardedService) -> Self {
+    pub(crate) fn new(
+        scratch: &'static mut Scratch,
+        now: u64,
+        service: &'static GuardedService,
+        client: Client,
+    ) -> Self {
         scratch.heartbeat_fresh = match maps::AGENT.get(0) {
             Some(agent) => u64::from(now < agent.heartbeat_until),
             None => 0,
         };
         F::prepare(scratch);
         scratch.now = now;
-        (scratch.egress, scratch.tracked_since) = (service.egress, service.tracked_since);
+        scratch.egress = service.egress;
+        scratch.memory_since = service.tracked_since.max(client.guarded_since());
+        (scratch.generation, scratch.fou_port) = (client.generation(), client.fou_port());
+        scratch.unmarked_drain = client.unmarked_drain();
         Self { scratch, family: PhantomData }
     }
 
@@ -154,7 +162,7 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(always)]
     fn fou_port(&self) -> [u8; 2] {
-        Config::fou_port()
+        self.scratch.fou_port
     }
 
     #[inline(always)]
@@ -195,7 +203,7 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(never)]
     fn create(&mut self, port: [u8; 2], master: &Master, id: u32) -> bool {
-        if Config::read_only() {
+        if config::read_only() {
             return false;
         }
         self.scratch.new_entry.backend_id = u64::from(id);
@@ -207,7 +215,7 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(never)]
     fn repair(&mut self, port: [u8; 2], seen: &Entry, master: &Master, id: u32) -> bool {
-        if Config::read_only() {
+        if config::read_only() {
             return false;
         }
         let Some(entry) = self.entry_ptr(port) else {
@@ -227,7 +235,7 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(never)]
     fn swap(&mut self, port: [u8; 2], from: u64, to: u32) -> bool {
-        if Config::read_only() {
+        if config::read_only() {
             return false;
         }
         match self.entry_ptr(port) {
@@ -239,7 +247,7 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(never)]
     fn keep_replies(&mut self, port: [u8; 2], master: &Master, id: u32) {
-        if Config::read_only() {
+        if config::read_only() {
             return;
         }
         let Some(backend) = copy!(F::backends(), &id) else { return };
@@ -309,13 +317,13 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(always)]
     fn unmarked_drain(&self) -> u64 {
-        Config::unmarked_drain()
+        self.scratch.unmarked_drain
     }
 
     #[inline(always)]
     fn previous(&mut self) -> Option<Previous> {
-        copy!(maps::PREVIOUS, self.client_service())
-            .filter(|previous| previous.generation == Config::generation())
+        let previous = copy!(maps::PREVIOUS, self.client_service())?;
+        (previous.generation == self.scratch.generation).then_some(previous)
     }
 
     #[inline(never)]
@@ -324,7 +332,7 @@ impl<F: Family> World for ClientWorld<F> {
         self.client_service();
         let previous = &mut self.scratch.previous;
         (previous.backend_address, previous.backend_id) = (address, from);
-        (previous.moved_at, previous.generation) = (at, Config::generation());
+        (previous.moved_at, previous.generation) = (at, self.scratch.generation);
         // A full LRU evicts the oldest.
         let _: Result<(), i32> =
             maps::PREVIOUS.insert(&self.scratch.client_service, &self.scratch.previous, 0);
@@ -342,7 +350,8 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(always)]
     fn flow(&mut self) -> Option<InnerFlow> {
-        copy!(maps::INNER_FLOWS, &self.scratch.flow).filter(|flow| flow.generation == Config::generation())
+        copy!(maps::INNER_FLOWS, &self.scratch.flow)
+            .filter(|flow| flow.generation == self.scratch.generation)
     }
 
     #[inline(never)]
@@ -350,34 +359,30 @@ impl<F: Family> World for ClientWorld<F> {
         let address = self.address(id);
         let flow = &mut self.scratch.new_flow;
         (flow.backend_address, flow.backend_id) = (address, id);
-        (flow.last_seen, flow.generation, flow.flags) = (self.scratch.now, Config::generation(), flags);
+        (flow.last_seen, flow.generation, flow.flags) = (self.scratch.now, self.scratch.generation, flags);
         // A full LRU evicts; a flow that is not remembered is only not drained.
         let _: Result<(), i32> = maps::INNER_FLOWS.insert(&self.scratch.flow, &self.scratch.new_flow, 0);
     }
 
     #[inline(always)]
     fn memory_since(&self) -> u64 {
-        if self.scratch.tracked_since > Config::guarded_since() {
-            self.scratch.tracked_since
-        } else {
-            Config::guarded_since()
-        }
+        self.scratch.memory_since
     }
 
     #[inline(always)]
     fn pin(&mut self) -> Option<PinnedPort> {
-        let since = self.memory_since();
+        let (since, generation) = (self.memory_since(), self.scratch.generation);
         copy!(maps::PINNED_PORTS, self.pinned_port()).filter(|pin| {
             // A record that says neither says nothing.
             let noted = if pin.given_at > pin.stuck_since { pin.given_at } else { pin.stuck_since };
-            pin.generation == Config::generation() && noted >= since
+            pin.generation == generation && noted >= since
         })
     }
 
     #[inline(never)]
     fn set_pin(&mut self, pin: &PinnedPort) -> bool {
         self.scratch.new_pin = *pin;
-        self.scratch.new_pin.generation = Config::generation();
+        self.scratch.new_pin.generation = self.scratch.generation;
         self.pinned_port();
         // A full LRU evicts the oldest, whose flow then goes by its own port again.
         maps::PINNED_PORTS.insert(&self.scratch.pinned_port, &self.scratch.new_pin, 0).is_ok()

@@ -7,7 +7,7 @@
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Names the pin directory.
-pub const LAYOUT_VERSION: &str = "v1";
+pub const LAYOUT_VERSION: &str = "v2";
 
 /// Names of the own maps, as in the program's object and as pin file names.
 pub mod maps {
@@ -45,9 +45,13 @@ pub mod maps {
     pub const REPORTED: &str = "REPORTED";
     /// [`super::Event`]s, ring buffer.
     pub const EVENTS: &str = "EVENTS";
+    /// `[PodConfig; 1]`, per-CPU array: whose packet it is, written by the pods' stubs for the core program.
+    pub const CLIENT: &str = "CLIENT";
+    /// [`super::CORE_SLOTS`] programs, program array: where the stubs go on. See [`super::core_slot`].
+    pub const CORES: &str = "CORES";
 
-    /// All of them that are shared between the program instances and pinned.
-    pub const ALL: [&str; 13] = [
+    /// All of them that programs use, pinned.
+    pub const ALL: [&str; 15] = [
         GUARDED_SERVICES,
         BACKEND_MARKS,
         AGENT,
@@ -61,13 +65,26 @@ pub mod maps {
         EGRESS_COUNTERS,
         REPORTED,
         EVENTS,
+        CLIENT,
+        CORES,
     ];
 }
 
-/// Name of the program in its object.
+/// Name of the stub, the program that is attached in each pod, in its object and in the kernel.
 pub const PROGRAM: &str = "coil_guard";
-/// Name of the constant in the object that holds the [`PodConfig`] of an instance.
+/// Name of the constant in the stub's object that holds the [`PodConfig`].
 pub const POD_CONFIG: &str = "POD_CONFIG";
+/// Name of the core program, which all stubs share, in its object and in the kernel (which cuts names after 15 bytes).
+pub const CORE_PROGRAM: &str = "coil_guard_core";
+
+/// Elements of [`maps::CORES`]: more than there are, so that another program needs no new layout.
+pub const CORE_SLOTS: u32 = 8;
+
+/// Indexes into [`maps::CORES`], as [`PodConfig::core`].
+pub mod core_slot {
+    /// The program that guards.
+    pub const GUARD: u8 = 0;
+}
 
 macro_rules! shared {
     ($(#[$meta:meta])* $name:ident, $size:literal { $($(#[$field_meta:meta])* $field:ident: $type:ty,)+ }) => {
@@ -185,7 +202,7 @@ pub const POD_HAS_IPV6: u32 = 2;
 pub const POD_PORTS_OVERLAP: u32 = 4;
 
 shared! {
-    /// Constants of one program instance.
+    /// A client pod, as the constants of its stub say.
     PodConfig, 48 {
         /// The pod's IPv6 address.
         address6: [u8; 16],
@@ -199,8 +216,10 @@ shared! {
         generation: u32,
         /// Network order.
         fou_port: [u8; 2],
+        /// The core program that its packets get, see [`core_slot`].
+        core: u8,
         /// Zero.
-        pad: [u8; 2],
+        pad: [u8; 1],
         /// How long a backend that left by Cilium's state alone is drained, nanoseconds.
         unmarked_drain: u64,
     }

@@ -4,7 +4,7 @@
 //!           apply()                       worker thread
 //! plan ──> [tables]  marks, services      [pods] namespaces, attach, replace, detach
 //!              │      heartbeat           [binding] Cilium's maps, every 2 s
-//!              └──────── own maps, pinned in <pin-dir>/v1 ────────┘
+//!              └──────── own maps, pinned in <pin-dir>/v2 ────────┘
 //! ```
 //!
 //! [`Datapath::apply`] writes the tables at once (one map write per changed backend, whatever the number of clients) and
@@ -18,6 +18,7 @@
 
 mod attach;
 mod cleanup;
+mod cores;
 mod diff;
 mod error;
 mod events;
@@ -34,6 +35,7 @@ mod records;
 mod replies;
 mod report;
 mod snapshot;
+mod stub;
 mod sys;
 mod tables;
 mod worker;
@@ -52,8 +54,7 @@ pub use events::Events;
 pub use given_ports::GivenPort;
 pub use namespaces::count_namespaces;
 pub use options::{AttachKind, Options, Sizes};
-pub use program::OBJECT;
-pub use program::try_load;
+pub use program::{OBJECT, STUB_OBJECT, try_load};
 pub use replies::REPLIES_OBJECT;
 pub use report::{Attachment, BoundMap, FlowEvent, FlowEventKind, How, Report};
 pub use snapshot::{LastMove, MarkSnapshot, PodSnapshot, ServiceSnapshot, Snapshot, draining};
@@ -129,7 +130,7 @@ pub struct Progress {
     pub failing: usize,
     /// Whether Cilium's maps are bound; `None` before the first look.
     pub bound: Option<bool>,
-    /// Why the kernel refuses the program of one of these pods, while it does.
+    /// Why the kernel refuses a program that one of these pods needs, while it does.
     pub refused: Option<String>,
     /// Whether the worker has looked at everything in the latest plan once.
     pub settled: bool,

@@ -5,7 +5,7 @@ use std::path::Path;
 use aya::maps::{MapData, MapType};
 use aya_obj::generated::bpf_map_type::{
     self, BPF_MAP_TYPE_ARRAY, BPF_MAP_TYPE_HASH, BPF_MAP_TYPE_LRU_HASH, BPF_MAP_TYPE_PERCPU_ARRAY,
-    BPF_MAP_TYPE_RINGBUF,
+    BPF_MAP_TYPE_PROG_ARRAY, BPF_MAP_TYPE_RINGBUF,
 };
 use coil_guard_common::{abi, abi::maps, counters::Reason};
 
@@ -123,6 +123,8 @@ pub(crate) fn own_maps(sizes: &Sizes) -> [OwnMap; maps::ALL.len() + 2] {
             0,
         ),
         own(maps::EVENTS, BPF_MAP_TYPE_RINGBUF, 0, 0, ring, 0),
+        own(maps::CLIENT, BPF_MAP_TYPE_PERCPU_ARRAY, U32, size_of::<abi::PodConfig>(), 1, 0),
+        own(maps::CORES, BPF_MAP_TYPE_PROG_ARRAY, U32, U32, abi::CORE_SLOTS, 0),
         own(EGRESSES, BPF_MAP_TYPE_HASH, size_of::<EgressKey>(), U32, sizes.egresses, NO_PREALLOC),
         own(PODS, BPF_MAP_TYPE_HASH, size_of::<PodKey>(), size_of::<PodRecord>(), sizes.pods, NO_PREALLOC),
     ]

@@ -10,8 +10,9 @@ use super::{
     },
     layout::Layout,
     namespaces::{Found, NamespaceError, Namespaces, ports_overlap, within},
-    program::{self, Binding, Instance},
+    cores::Core,
     records::{Attached, Pods, is_valid_uid, pod_config},
+    stub::{Stub, Stubs},
     sys,
 };
 use crate::{clock::Monotonic, plan::ClientPod};
@@ -31,6 +32,9 @@ pub(crate) enum PodError {
     Attach(#[from] AttachError),
     #[error(transparent)]
     Datapath(#[from] DatapathError),
+    /// There is no core program to go on in.
+    #[error("{0}")]
+    NoCore(String),
 }
 
 impl PodError {
@@ -69,12 +73,14 @@ pub(crate) fn used_addresses(addresses: &BTreeSet<IpAddr>) -> Vec<IpAddr> {
         .collect()
 }
 
-/// What is known before the program is loaded.
+/// What is known before the stub is loaded.
 #[derive(Debug)]
-pub(crate) struct Prepared {
+struct Prepared {
     attached: Attached,
     interface: String,
     place: Place,
+    /// Kernel id of our program that stands there.
+    program_id: Option<u32>,
 }
 
 #[derive(Debug)]
@@ -83,21 +89,6 @@ enum Place {
     Link,
     /// The interface in this namespace.
     Interface(Found),
-}
-
-impl Prepared {
-    /// Loads the instance. It takes most of the time, needs nothing else of the agent's, and can be done for several pods at
-    /// once.
-    pub(crate) fn load(
-        &self,
-        uid: &str,
-        options: &Options,
-        layout: &Layout,
-        binding: &Binding,
-    ) -> Result<Instance, DatapathError> {
-        let config = pod_config(uid, &self.attached, options.fou_port, options.unmarked_drain);
-        program::load(layout, binding, &config)
-    }
 }
 
 /// Outcome of an attempt.
@@ -123,9 +114,36 @@ impl Attacher<'_> {
         self.options.attach == AttachKind::Auto || self.kind() == known.attachment
     }
 
-    /// Finds out where and with which constants the pod's program is to be attached, or replaced where it is. `taken` says
-    /// which namespaces belong to other pods.
-    pub(crate) fn prepare(
+    /// Attaches the pod's stub, or replaces it where it is, if it is not the one that is wanted. `taken` says which namespaces
+    /// belong to other pods.
+    pub(crate) fn attach(
+        &mut self,
+        uid: &str,
+        pod: &ClientPod,
+        known: Option<&Attached>,
+        stubs: &Stubs,
+        taken: impl Fn(u64) -> bool,
+    ) -> Result<Done, PodError> {
+        let prepared = self.prepare(uid, pod, known, taken)?;
+        let config = pod_config(uid, &prepared.attached, self.options.fou_port, self.options.unmarked_drain);
+        let wanted = stubs.fingerprint(&config);
+        let stands = |known: &&Attached| {
+            known.stub == wanted && prepared.program_id.is_some_and(|id| id == known.program_id)
+        };
+        if let Some(known) = known.filter(stands) {
+            let Prepared { mut attached, interface, .. } = prepared;
+            (attached.program_id, attached.stub) = (known.program_id, known.stub);
+            if attached != *known {
+                self.records.store(uid, &attached)?;
+            }
+            return Ok(Done { attached, interface, how: How::Kept });
+        }
+        let stub = stubs.load(&config)?;
+        self.place(uid, known, prepared, stub, wanted)
+    }
+
+    /// Finds out where and with which constants the pod's stub is to be attached, or replaced where it is.
+    fn prepare(
         &mut self,
         uid: &str,
         pod: &ClientPod,
@@ -142,9 +160,14 @@ impl Attacher<'_> {
         let pin = self.layout.link(uid);
         match known {
             Some(known) if known.attachment == Attachment::Tcx && self.keeps_kind(known) => {
-                if link_is_alive(self.layout, uid)? {
-                    let attached = Attached { addresses, ..known.clone() };
-                    return Ok(Prepared { attached, interface: String::new(), place: Place::Link });
+                if let Some(program) = link_program(self.layout, uid)? {
+                    let attached = Attached { addresses, core: Core::of(pod), ..known.clone() };
+                    return Ok(Prepared {
+                        attached,
+                        interface: String::new(),
+                        place: Place::Link,
+                        program_id: Some(program),
+                    });
                 }
                 detach_tcx(&pin)?;
             }
@@ -175,18 +198,19 @@ impl Attacher<'_> {
         Ok(self.namespaces.find(addresses, taken)?)
     }
 
-    /// Attaches the loaded instance, or puts it in the place of the one that is attached.
-    pub(crate) fn finish(
+    /// Attaches the loaded stub, or puts it in the place of the one that is attached.
+    fn place(
         &mut self,
         uid: &str,
         known: Option<&Attached>,
         prepared: Prepared,
-        mut instance: Instance,
+        mut stub: Stub,
+        fingerprint: u64,
     ) -> Result<Done, PodError> {
-        let Prepared { mut attached, interface, place } = prepared;
-        attached.program_id = instance.id;
+        let Prepared { mut attached, interface, place, .. } = prepared;
+        (attached.program_id, attached.stub) = (stub.id, fingerprint);
         let Place::Interface(found) = place else {
-            match replace_tcx(instance.program()?, &self.layout.link(uid)) {
+            match replace_tcx(stub.program()?, &self.layout.link(uid)) {
                 // It died since it was looked at.
                 Err(AttachError::Dead) => return Err(PodError::Again),
                 result => result?,
@@ -199,8 +223,8 @@ impl Attacher<'_> {
         let how = if known.is_some() { How::Restored } else { How::Fresh };
         let (pin, kind) = (self.layout.link(uid), attached.attachment);
         let result = within(&found.path, found.inode, || match kind {
-            Attachment::Tcx => attach_tcx(instance.program()?, &interface, &pin).map(|()| how),
-            Attachment::Clsact => attach_clsact(instance.program()?, &interface, found.interface_index)
+            Attachment::Tcx => attach_tcx(stub.program()?, &interface, &pin).map(|()| how),
+            Attachment::Clsact => attach_clsact(stub.program()?, &interface, found.interface_index)
                 .map(|replaced| if replaced { How::Replaced } else { how }),
         });
         let how = match result {
@@ -270,7 +294,7 @@ fn prepare_interface(
     let (interface, overlap, filter, qdisc) = within(&found.path, found.inode, || {
         let interface = interface_name(index)?;
         let is_clsact = attachment == Attachment::Clsact;
-        let filter = is_clsact && clsact_program(index)?.is_some();
+        let filter = if is_clsact { clsact_program(index)? } else { None };
         let qdisc = is_clsact && needs_qdisc(&interface, index)?;
         Ok::<_, AttachError>((interface, ports_overlap(), filter, qdisc))
     })??;
@@ -281,20 +305,22 @@ fn prepare_interface(
         interface_index: index,
         program_id: 0,
         // A filter that is still there has been guarding all the time; a link that is made anew has not.
-        guarded_since: same.filter(|_| filter).map_or_else(Monotonic::now, |known| known.guarded_since),
+        guarded_since: same.filter(|_| filter.is_some()).map_or_else(Monotonic::now, |known| known.guarded_since),
         // Recorded before it is added, so that an agent that dies in between does not leave it.
         qdisc_added: qdisc || same.is_some_and(|known| known.qdisc_added),
         ports_overlap: overlap,
         addresses,
+        core: Core::of(pod),
+        stub: 0,
     };
-    Ok(Prepared { attached, interface, place: Place::Interface(found) })
+    Ok(Prepared { attached, interface, place: Place::Interface(found), program_id: filter })
 }
 
-/// Whether a TCX attachment is still in place.
-pub(crate) fn link_is_alive(layout: &Layout, uid: &str) -> Result<bool, DatapathError> {
+/// Kernel id of the program in the pod's TCX link; `None` when the link is not in place any more.
+pub(crate) fn link_program(layout: &Layout, uid: &str) -> Result<Option<u32>, DatapathError> {
     let pin = layout.link(uid);
     let state = sys::link_state(&pin).map_err(super::layout::file_error("look at the link", &pin))?;
-    Ok(state.is_some_and(|state| state.interface_index != 0))
+    Ok(state.filter(|state| state.interface_index != 0).map(|state| state.program_id))
 }
 
 #[cfg(test)]

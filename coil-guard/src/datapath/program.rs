@@ -1,4 +1,4 @@
-//! Binding to Cilium's maps and loading program instances.
+//! Binding to Cilium's maps, and loading programs.
 
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -16,8 +16,10 @@ use super::{
 };
 use crate::cilium::CiliumMaps;
 
-/// The object with the program; empty where there was no toolchain to build it.
+/// The object with the core program; empty where there was no toolchain to build it.
 pub static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/coil-guard-bpf"));
+/// The object with the stub that is attached in the pods; empty likewise.
+pub static STUB_OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/coil-guard-stub-bpf"));
 
 /// Suffix of the pin of a stand-in.
 const STAND_IN: &str = "-empty";
@@ -28,19 +30,17 @@ pub(crate) struct Binding {
     /// Ids of Cilium's maps in the order of [`CiliumMaps::maps`], to see a change.
     pub(crate) ids: Vec<Option<u32>>,
     pub(crate) maps: Vec<BoundMap>,
-    /// Counts up with every binding of this agent.
-    pub(crate) generation: u64,
     pins: BTreeMap<&'static str, (PathBuf, u32)>,
 }
 
 impl Binding {
     /// Pins the maps in our own directory, in place of an earlier binding's.
-    pub(crate) fn make(layout: &Layout, cilium: &CiliumMaps, generation: u64) -> Result<Self, DatapathError> {
+    pub(crate) fn make(layout: &Layout, cilium: &CiliumMaps) -> Result<Self, DatapathError> {
         let directory = layout.bound();
         for name in list(&directory)? {
             unpin(&directory.join(name))?;
         }
-        let mut binding = Self { ids: cilium.ids(), maps: Vec::new(), generation, pins: BTreeMap::new() };
+        let mut binding = Self { ids: cilium.ids(), maps: Vec::new(), pins: BTreeMap::new() };
         for open in &cilium.maps {
             let spec = &open.spec;
             let (path, id) = match &open.map {
@@ -86,56 +86,38 @@ fn pin(map: &MapData, path: PathBuf) -> Result<PathBuf, DatapathError> {
     }
 }
 
-/// A loaded program instance. Dropping it leaves what is attached and pinned attached.
-#[derive(Debug)]
-pub(crate) struct Instance {
-    ebpf: Ebpf,
-    pub(crate) id: u32,
-}
-
-impl Instance {
-    pub(crate) fn program(&mut self) -> Result<&mut SchedClassifier, DatapathError> {
-        self.ebpf
-            .program_mut(abi::PROGRAM)
-            .and_then(|program| <&mut SchedClassifier>::try_from(program).ok())
-            .ok_or(DatapathError::NoProgram)
-    }
-}
-
 /// Whether this build has a program.
 pub(crate) fn is_built_in() -> bool {
-    !OBJECT.is_empty()
+    !OBJECT.is_empty() && !STUB_OBJECT.is_empty()
 }
 
-/// Lets the kernel's verifier look at the program, over small maps that are gone afterwards. Gives the number of
-/// instructions that it went through (0 where the kernel does not tell).
+/// Lets the kernel's verifier look at the programs, over small maps that are gone afterwards. Gives the number of
+/// instructions of the core that it went through (0 where the kernel does not tell).
 ///
 /// # Errors
 ///
-/// When there is no program in this build, or the kernel refuses it.
+/// When there is no program in this build, or the kernel refuses one.
 pub fn try_load() -> Result<u32, DatapathError> {
     const ENTRIES: u32 = 1024;
+    const AS_THEY_ARE: [&str; 5] = [maps::AGENT, maps::COUNTERS, maps::EVENTS, maps::CLIENT, maps::CORES];
     if !is_built_in() {
         return Err(DatapathError::NoProgram);
     }
-    let config =
-        abi::PodConfig { flags: abi::POD_HAS_IPV4 | abi::POD_HAS_IPV6, ..zerocopy::FromZeros::new_zeroed() };
     let mut loader = new_loader();
-    loader.override_global(abi::POD_CONFIG, &config, true);
-    for name in
-        maps::ALL.into_iter().filter(|name| ![maps::AGENT, maps::COUNTERS, maps::EVENTS].contains(name))
-    {
+    for name in maps::ALL.into_iter().filter(|name| !AS_THEY_ARE.contains(name)) {
         loader.map_max_entries(name, ENTRIES);
     }
     for spec in crate::cilium::specs() {
         loader.map_max_entries(spec.object_name, ENTRIES);
     }
-    let mut ebpf = loader.load(OBJECT).map_err(DatapathError::Load)?;
-    let info = load_program(&mut ebpf)?.info().map_err(load_error)?;
+    let mut core = loader.load(OBJECT).map_err(DatapathError::Load)?;
+    let info = load_program(&mut core, abi::CORE_PROGRAM)?.info().map_err(load_error)?;
+    let mut stub = new_loader().load(STUB_OBJECT).map_err(DatapathError::Load)?;
+    load_program(&mut stub, abi::PROGRAM)?;
     Ok(info.verified_instruction_count().unwrap_or(0))
 }
 
-fn new_loader<'a>() -> EbpfLoader<'a> {
+pub(crate) fn new_loader<'a>() -> EbpfLoader<'a> {
     let mut loader = EbpfLoader::new();
     // There are no relocations against the kernel's types, and reading those takes longer than everything else. The log is
     // what the verifier says at the end: with every instruction in it, a refused program would be verified again and again,
@@ -144,16 +126,21 @@ fn new_loader<'a>() -> EbpfLoader<'a> {
     loader
 }
 
-fn load_program(ebpf: &mut Ebpf) -> Result<&mut SchedClassifier, DatapathError> {
-    let program = ebpf
-        .program_mut(abi::PROGRAM)
+/// A classifier of the object.
+pub(crate) fn classifier<'a>(ebpf: &'a mut Ebpf, name: &str) -> Result<&'a mut SchedClassifier, DatapathError> {
+    ebpf.program_mut(name)
         .and_then(|program| <&mut SchedClassifier>::try_from(program).ok())
-        .ok_or(DatapathError::NoProgram)?;
+        .ok_or(DatapathError::NoProgram)
+}
+
+/// Loads a classifier of the object into the kernel.
+pub(crate) fn load_program<'a>(ebpf: &'a mut Ebpf, name: &str) -> Result<&'a mut SchedClassifier, DatapathError> {
+    let program = classifier(ebpf, name)?;
     program.load().map_err(load_error)?;
     Ok(program)
 }
 
-fn load_error(error: ProgramError) -> DatapathError {
+pub(crate) fn load_error(error: ProgramError) -> DatapathError {
     match error {
         ProgramError::LoadError { io_error, verifier_log } => {
             DatapathError::refused(io_error, &verifier_log.to_string())
@@ -162,43 +149,48 @@ fn load_error(error: ProgramError) -> DatapathError {
     }
 }
 
-/// Loads an instance with `config`, over the pinned own maps and what `binding` holds.
-pub(crate) fn load(
-    layout: &Layout,
-    binding: &Binding,
-    config: &abi::PodConfig,
-) -> Result<Instance, DatapathError> {
-    if !is_built_in() {
-        return Err(DatapathError::NoProgram);
-    }
-    let mut loader = new_loader();
-    loader.override_global(abi::POD_CONFIG, config, true);
-    let mut expected = BTreeMap::new();
-    for name in maps::ALL {
+/// Points the loader to own pins, and remembers which maps are meant.
+#[derive(Debug, Default)]
+pub(crate) struct Pins(BTreeMap<&'static str, (PathBuf, u32)>);
+
+impl Pins {
+    /// Adds an own map, as it is pinned.
+    pub(crate) fn own(&mut self, layout: &Layout, name: &'static str) -> Result<(), DatapathError> {
         let path = layout.map(name);
         let id = MapInfo::from_pin(&path).map_err(map_error("inspect", name))?.id();
-        loader.map_pin_path(name, path);
-        expected.insert(name, id);
+        self.0.insert(name, (path, id));
+        Ok(())
     }
-    for (name, (path, id)) in &binding.pins {
-        loader.map_pin_path(name, path);
-        expected.insert(name, *id);
+
+    /// Adds what the binding holds.
+    pub(crate) fn bound(&mut self, binding: &Binding) {
+        self.0.extend(binding.pins.clone());
     }
-    let mut ebpf = loader.load(OBJECT).map_err(DatapathError::Load)?;
-    // The loader makes a map of its own where a pin has gone. All of them are in our directory, but a program bound to
-    // such a map would do nothing: see that each is the one that was meant.
-    for (name, id) in expected {
-        let Some(found) = ebpf.map(name).and_then(data) else { continue };
-        let found = found.info().map_err(map_error("inspect", name))?.id();
-        if found != id {
-            let path = layout.directory().join(name);
-            return Err(file_error("bind", &path)(std::io::Error::other(format!(
-                "the pin was replaced while the program was loaded (map id {found}, expected {id})"
-            ))));
+
+    /// Ids of the maps, by name.
+    pub(crate) fn ids(&self) -> impl Iterator<Item = u32> {
+        self.0.values().map(|(_, id)| *id)
+    }
+
+    /// Loads `object` over these maps.
+    pub(crate) fn load(&self, loader: &mut EbpfLoader<'_>, object: &[u8]) -> Result<Ebpf, DatapathError> {
+        for (name, (path, _)) in &self.0 {
+            loader.map_pin_path(*name, path.clone());
         }
+        let ebpf = loader.load(object).map_err(DatapathError::Load)?;
+        // The loader makes a map of its own where a pin has gone. All of them are in our directory, but a program bound to
+        // such a map would do nothing: see that each is the one that was meant.
+        for (name, (path, id)) in &self.0 {
+            let Some(found) = ebpf.map(name).and_then(data) else { continue };
+            let found = found.info().map_err(map_error("inspect", name))?.id();
+            if found != *id {
+                return Err(file_error("bind", path)(std::io::Error::other(format!(
+                    "the pin was replaced while the program was loaded (map id {found}, expected {id})"
+                ))));
+            }
+        }
+        Ok(ebpf)
     }
-    let id = load_program(&mut ebpf)?.info().map_err(load_error)?.id();
-    Ok(Instance { ebpf, id })
 }
 
 fn data(map: &Map) -> Option<&MapData> {
@@ -209,6 +201,7 @@ fn data(map: &Map) -> Option<&MapData> {
         | Map::LruHashMap(map)
         | Map::PerCpuHashMap(map)
         | Map::PerCpuLruHashMap(map)
+        | Map::ProgramArray(map)
         | Map::RingBuf(map) => Some(map),
         _ => None,
     }
@@ -229,24 +222,22 @@ mod tests {
             eprintln!("SKIPPED: no eBPF toolchain, the object is empty");
             return;
         }
-        let object = aya_obj::Object::parse(OBJECT).unwrap();
-        for own in own_maps(&Sizes::default()).iter().filter(|own| maps::ALL.contains(&own.name)) {
-            let Some(map) = object.maps.get(own.name) else { continue };
-            assert_eq!(
-                own.kind_and_sizes(),
-                (map.map_type(), map.key_size(), map.value_size()),
-                "{}",
-                own.name
-            );
+        let (core, stub) =
+            (aya_obj::Object::parse(OBJECT).unwrap(), aya_obj::Object::parse(STUB_OBJECT).unwrap());
+        let mut compared = Vec::new();
+        for (name, expected) in own_maps(&Sizes::default())
+            .iter()
+            .map(|own| (own.name, own.kind_and_sizes()))
+            .chain(specs().map(|spec| {
+                (spec.object_name, (spec.kind as u32, spec.key_size, spec.value_size))
+            }))
+        {
+            for map in [core.maps.get(name), stub.maps.get(name)].into_iter().flatten() {
+                assert_eq!(expected, (map.map_type(), map.key_size(), map.value_size()), "{name}");
+                compared.push(name);
+            }
         }
-        for spec in specs() {
-            let Some(map) = object.maps.get(spec.object_name) else { continue };
-            assert_eq!(
-                (spec.kind as u32, spec.key_size, spec.value_size),
-                (map.map_type(), map.key_size(), map.value_size()),
-                "{}",
-                spec.object_name
-            );
-        }
+        assert!(compared.len() > maps::ALL.len(), "only {compared:?}");
+        assert!(stub.maps.keys().all(|name| [".rodata", maps::CLIENT, maps::CORES].contains(&name.as_str())));
     }
 }

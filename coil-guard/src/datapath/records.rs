@@ -8,6 +8,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::{
     Attachment, DatapathError, PodSnapshot,
+    cores::Core,
     own_maps::map_error,
     report::{from_mapped, to_mapped},
 };
@@ -37,11 +38,13 @@ const PORTS_OVERLAP: u8 = 2;
 pub(crate) struct PodRecord {
     guarded_since: u64,
     namespace: u64,
+    stub: u64,
     program_id: u32,
     interface_index: u32,
     attachment: u8,
     flags: u8,
-    pad: [u8; 6],
+    core: u8,
+    pad: [u8; 5],
     address4: [u8; 16],
     address6: [u8; 16],
     name: EgressKey,
@@ -65,6 +68,10 @@ pub(crate) struct Attached {
     pub(crate) ports_overlap: bool,
     /// As the program knows them.
     pub(crate) addresses: Vec<IpAddr>,
+    /// The core that its packets get.
+    pub(crate) core: Core,
+    /// Fingerprint of the stub that is attached; 0 for none or an unknown one.
+    pub(crate) stub: u64,
 }
 
 impl From<&Attached> for PodRecord {
@@ -74,6 +81,7 @@ impl From<&Attached> for PodRecord {
         Self {
             guarded_since: attached.guarded_since.0,
             namespace: attached.namespace,
+            stub: attached.stub,
             program_id: attached.program_id,
             interface_index: attached.interface_index,
             attachment: match attached.attachment {
@@ -82,7 +90,8 @@ impl From<&Attached> for PodRecord {
             },
             flags: if attached.qdisc_added { QDISC_ADDED } else { 0 }
                 | if attached.ports_overlap { PORTS_OVERLAP } else { 0 },
-            pad: [0; 6],
+            core: attached.core.slot(),
+            pad: [0; 5],
             address4: address(false),
             address6: address(true),
             name: padded(&attached.name),
@@ -106,6 +115,8 @@ impl From<&PodRecord> for Attached {
                 .filter(|address| *address != [0; 16])
                 .map(from_mapped)
                 .collect(),
+            core: Core::at(record.core),
+            stub: record.stub,
         }
     }
 }
@@ -119,6 +130,7 @@ impl From<&Attached> for PodSnapshot {
             interface_index: attached.interface_index,
             guarded_since: attached.guarded_since,
             program_id: attached.program_id,
+            core: attached.core.label(),
             ports_overlap: attached.ports_overlap,
         }
     }
@@ -292,7 +304,7 @@ pub(crate) fn is_absent(error: &MapError) -> bool {
     }
 }
 
-/// Constants of a pod's program instance.
+/// Constants of a pod's stub.
 pub(crate) fn pod_config(
     uid: &str,
     attached: &Attached,
@@ -306,7 +318,8 @@ pub(crate) fn pod_config(
         guarded_since: attached.guarded_since.0,
         generation: generation(uid),
         fou_port: fou_port.to_be_bytes(),
-        pad: [0; 2],
+        core: attached.core.slot(),
+        pad: [0; 1],
         unmarked_drain: u64::try_from(unmarked_drain.as_nanos()).unwrap_or(u64::MAX),
     };
     for address in &attached.addresses {
@@ -344,6 +357,8 @@ mod tests {
             qdisc_added: true,
             ports_overlap: false,
             addresses: vec!["10.0.0.1".parse().unwrap(), "fd00::1".parse().unwrap()],
+            core: Core::Guard,
+            stub: 7,
         };
         assert_eq!(Attached::from(&PodRecord::from(&attached)), attached);
     }

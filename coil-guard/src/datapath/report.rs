@@ -53,6 +53,14 @@ pub enum Report {
         /// When it is tried again at the latest.
         retry_in: Duration,
     },
+    /// The core program, in which the programs of all pods go on, could not be loaded, and will be tried again. Pods that
+    /// are attached go on with the one before, if there was one.
+    CoreFailed {
+        /// What was tried, what was found, what to do.
+        error: String,
+        /// When it is tried again.
+        retry_in: Duration,
+    },
     /// A pod that should not be attached any more could not be detached; it is tried again.
     DetachFailed {
         /// The pod.
@@ -76,6 +84,8 @@ pub enum Report {
 pub enum How {
     /// Attached for the first time.
     Fresh,
+    /// It stands as an earlier agent left it.
+    Kept,
     /// The program in an existing attachment was replaced.
     Replaced,
     /// Somebody had removed the attachment; it was made anew.

@@ -11,6 +11,7 @@ use zerocopy::{FromZeros as _, IntoBytes as _};
 
 use super::{
     Attachment, BoundMap, DatapathError,
+    cores::Cores,
     layout::Layout,
     own_maps::{map_error, open_own},
     program::Binding,
@@ -40,8 +41,10 @@ pub struct Snapshot {
     pub marks: BTreeMap<IpAddr, MarkSnapshot>,
     /// Attached pods.
     pub pods: BTreeMap<PodUid, PodSnapshot>,
-    /// Maps of Cilium's that the programs use.
+    /// Maps of Cilium's that the core programs use.
     pub bindings: Vec<BoundMap>,
+    /// Kernel ids of the core programs, by name. Without one attached pods are not guarded.
+    pub cores: BTreeMap<&'static str, u32>,
     /// Until when the agent's word on ready backends counts; `None` when it never said anything.
     pub heartbeat_until: Option<Monotonic>,
 }
@@ -87,8 +90,10 @@ pub struct PodSnapshot {
     pub interface_index: u32,
     /// Since when it is guarded without a break.
     pub guarded_since: Monotonic,
-    /// Kernel id of its program.
+    /// Kernel id of its program, the stub.
     pub program_id: u32,
+    /// Name of the core program that the stub goes on in, see [`Snapshot::cores`].
+    pub core: &'static str,
     /// Drain is refused for it with `fouSourcePortAuto`.
     pub ports_overlap: bool,
 }
@@ -210,6 +215,7 @@ impl Snapshot {
                 (state.heartbeat_until != 0).then_some(Monotonic(state.heartbeat_until));
         }
         snapshot.bindings = Binding::pinned(&layout)?;
+        snapshot.cores = Cores::pinned(&layout)?;
         Ok(snapshot)
     }
 }

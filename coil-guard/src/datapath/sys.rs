@@ -1,10 +1,10 @@
-//! Two bpf(2) commands on pinned links that the library does not offer.
+//! What bpf(2) offers and the library does not: two commands on pinned links, and reading a program array.
 
 use std::{
     ffi::CString,
     io, mem,
     os::{
-        fd::{AsRawFd as _, FromRawFd as _, OwnedFd},
+        fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd},
         unix::ffi::OsStrExt as _,
     },
     path::Path,
@@ -12,7 +12,7 @@ use std::{
 
 use aya_obj::generated::{
     bpf_attr,
-    bpf_cmd::{self, BPF_LINK_DETACH, BPF_OBJ_GET, BPF_OBJ_GET_INFO_BY_FD},
+    bpf_cmd::{self, BPF_LINK_DETACH, BPF_MAP_LOOKUP_ELEM, BPF_OBJ_GET, BPF_OBJ_GET_INFO_BY_FD},
     bpf_link_info,
 };
 
@@ -49,6 +49,21 @@ pub(crate) fn detach_link(path: &Path) -> io::Result<()> {
         // Its interface is gone.
         Err(error) if error.raw_os_error() == Some(libc::ENOLINK) => Ok(()),
         result => result.map(drop),
+    }
+}
+
+/// Kernel id of the program at `index` of a program array; `None` when there is none.
+pub(crate) fn program_at(array: BorrowedFd<'_>, index: u32) -> io::Result<Option<u32>> {
+    let mut id = 0u32;
+    // SAFETY: all zeros is a valid value of this union.
+    let mut attr: bpf_attr = unsafe { mem::zeroed() };
+    attr.__bindgen_anon_2.map_fd = array.as_raw_fd().cast_unsigned();
+    attr.__bindgen_anon_2.key = (&raw const index) as u64;
+    attr.__bindgen_anon_2.__bindgen_anon_1.value = (&raw mut id) as u64;
+    match call(BPF_MAP_LOOKUP_ELEM, &mut attr) {
+        Ok(_) => Ok(Some(id)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
     }
 }
 

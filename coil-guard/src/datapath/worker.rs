@@ -1,9 +1,11 @@
 //! The thread that does everything slow: namespaces, loading, attaching, watching Cilium's maps.
 //!
-//! [`attaching`] does what the plan wants, [`watching`] looks at what others can change, and this is the loop around them. It
+//! [`binding`] keeps the core programs on Cilium's present maps, [`attaching`] does what the plan wants, [`watching`] looks at
+//! what others can change in the pods, and this is the loop around them. It
 //! sleeps until there is a new plan, a file appears among the namespaces, or one of its own times comes.
 
 mod attaching;
+mod binding;
 mod watching;
 
 use std::{
@@ -22,12 +24,14 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::{
     Attachment, DatapathError, Options, Progress, Report,
+    cores::{Core, Cores},
     layout::{Layout, remove_tree},
     mailbox::{Mailbox, Wanted},
     namespaces::Namespaces,
     own_maps::open_own,
     program::Binding,
     records::{Attached, PODS, Pods},
+    stub::Stubs,
 };
 use crate::{
     clock::Monotonic,
@@ -43,21 +47,20 @@ const FIRST_RETRY: Duration = Duration::from_millis(50);
 /// A namespace's file appears before the namespace is mounted on it, and that before the pod has its address.
 const AFTER_NEW_FILE: Duration = Duration::from_millis(20);
 
-/// Programs loaded at the same time: each keeps a processor busy, and the node has other work.
-const MOST_AT_ONCE: usize = 4;
-
 /// What is known of a pod.
 #[derive(Debug, Default)]
 struct Pod {
     attached: Option<Attached>,
     /// It was attached and somebody took that away.
     lost: bool,
-    /// Generation of the binding of its program; 0 for another agent's.
-    bound: u64,
+    /// This agent has seen that its stub is the one that is wanted.
+    stands: bool,
     attempts: u32,
     retry_at: Option<Instant>,
     last_error: Option<String>,
-    /// The kernel refused the program the last time.
+    /// It waits for its core.
+    no_core: bool,
+    /// The kernel refused its stub the last time.
     refused: bool,
 }
 
@@ -80,10 +83,13 @@ pub(crate) struct Worker {
     namespaces: Namespaces,
     files: Option<Inotify>,
     records: Option<Pods>,
+    cores: Option<Cores>,
+    stubs: Option<Stubs>,
     pods: BTreeMap<PodUid, Pod>,
     binding: Option<Binding>,
     bound: Bound,
-    generation: u64,
+    /// The binding is one of which it was told.
+    told_bound: bool,
     binding_at: Instant,
     check_at: Instant,
     no_tcx: bool,
@@ -105,10 +111,12 @@ impl Worker {
             reports,
             files: None,
             records: None,
+            cores: None,
+            stubs: None,
             pods: BTreeMap::new(),
             binding: None,
             bound: Bound::Unknown,
-            generation: 0,
+            told_bound: false,
             binding_at: now,
             check_at: now,
             no_tcx: false,
@@ -179,6 +187,7 @@ impl Worker {
         // Loading takes a while: what is known already is told before.
         let settled = self.told_settled == version;
         self.mailbox.set_progress(version, Progress { settled, ..self.progress(wanted) });
+        self.load_cores(wanted)?;
         let finished = self.attach_wanted(version, wanted);
         if finished {
             self.retire_other_versions(wanted)?;
@@ -202,7 +211,10 @@ impl Worker {
                 Bound::Yes => Some(true),
                 Bound::No(_) => Some(false),
             },
-            refused: wanted_pods().find(|pod| pod.refused).and_then(|pod| pod.last_error.clone()),
+            refused: wanted_pods()
+                .find(|pod| pod.refused)
+                .and_then(|pod| pod.last_error.clone())
+                .or_else(|| self.cores.as_ref()?.refusal().map(str::to_owned)),
             settled: false,
         }
     }
@@ -214,6 +226,8 @@ impl Worker {
         }
         let Some(map) = open_own(&self.layout, PODS)? else { return Ok(false) };
         let records = Pods::new(map)?;
+        self.cores = Cores::open(&self.layout)?;
+        self.stubs = Some(Stubs::new(&self.layout)?);
         for (uid, attached) in records.load()? {
             self.pods.insert(uid, Pod { attached: Some(attached), ..Pod::default() });
         }
@@ -230,6 +244,8 @@ impl Worker {
                     qdisc_added: false,
                     ports_overlap: false,
                     addresses: Vec::new(),
+                    core: Core::Guard,
+                    stub: 0,
                 }),
                 ..Pod::default()
             });
@@ -248,6 +264,8 @@ impl Worker {
         *tables = None;
         mailbox.maps_changed();
         self.records = None;
+        self.cores = None;
+        self.stubs = None;
         self.binding = None;
         self.bound = Bound::Unknown;
         self.binding_at = Instant::now();
@@ -281,7 +299,8 @@ impl Worker {
             until = until.min(self.binding_at.min(self.check_at).max(earliest));
             // Without a binding nothing is attached, however long it has been due.
             if self.bound == Bound::Yes {
-                until = until.min(self.next_retry(wanted).unwrap_or(until));
+                let cores = self.cores.as_ref().and_then(Cores::retry_at);
+                until = [self.next_retry(wanted), cores].into_iter().flatten().fold(until, Instant::min);
             }
         }
         if self.mailbox.is_newer(version) {

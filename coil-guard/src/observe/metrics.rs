@@ -157,7 +157,7 @@ impl Metrics {
         for state in ["wanted", "attached", "failing"] {
             drop(self.pods.get_or_create(&[("state", state)]));
         }
-        for outcome in ["attached", "replaced", "restored", "failed", "detached", "detach_failed"] {
+        for outcome in ["attached", "kept", "replaced", "restored", "failed", "detached", "detach_failed"] {
             drop(self.attachments.get_or_create(&[("outcome", outcome)]));
         }
         for kind in ["moved", "no_live", "would_move", "drain_port_collision"] {

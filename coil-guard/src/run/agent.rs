@@ -295,6 +295,7 @@ impl Agent {
                 tracing::info!(pod = name, uid = pod, interface, ?attachment, ?how, "attached");
                 count(match how {
                     How::Fresh => "attached",
+                    How::Kept => "kept",
                     How::Replaced => "replaced",
                     How::Restored => "restored",
                 });
@@ -321,6 +322,9 @@ impl Agent {
                 if let Some(client) = self.desired.pods.get(&pod) {
                     self.notices.attach_failed(&self.index, client, &error, now);
                 }
+            }
+            Report::CoreFailed { error, retry_in } => {
+                tracing::error!(error, ?retry_in, "cannot load the core program");
             }
             Report::DetachFailed { pod, error } => {
                 tracing::warn!(pod = self.pod_name(&pod), uid = pod, error, "cannot detach; trying again");

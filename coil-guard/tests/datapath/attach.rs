@@ -67,11 +67,11 @@ fn when_no_egress_is_guarded_nothing_is_pinned() {
 }
 
 #[test]
-fn an_agent_that_starts_again_replaces_the_program_in_the_same_link() {
+fn an_agent_that_starts_again_keeps_the_pods_and_replaces_the_core() {
     if !can_run() {
         return;
     }
-    let node = Node::new(AttachKind::Auto);
+    let mut node = Node::new(AttachKind::Auto);
     node.cilium4();
     let pod = node.pod("a", &[POD]);
     let wanted = desired(Mode::Reset, &[("a", &[POD])]);
@@ -85,12 +85,24 @@ fn an_agent_that_starts_again_replaces_the_program_in_the_same_link() {
     let mut agent = node.open();
     assert_eq!(agent.datapath.remembered().services.len(), 1);
     agent.apply(&wanted);
-    assert_eq!(wait_attached(&mut agent, "a").0, How::Replaced);
+    assert_eq!(wait_attached(&mut agent, "a").0, How::Kept);
     let second = agent.datapath.snapshot().unwrap();
     assert_eq!(link_id(&node, "a"), link, "the link was made anew");
-    assert_ne!(first.pods["a"].program_id, second.pods["a"].program_id);
-    assert_eq!(first.pods["a"].guarded_since, second.pods["a"].guarded_since);
+    assert_eq!(first.pods, second.pods);
     assert_eq!(pod.tcx(), [second.pods["a"].program_id]);
+    assert_ne!(first.cores["guard"], second.cores["guard"], "the core is the one of the agent before");
+    drop(agent);
+
+    // Other constants are another stub, in the same link.
+    node.options.unmarked_drain *= 2;
+    let mut agent = node.open();
+    agent.apply(&wanted);
+    assert_eq!(wait_attached(&mut agent, "a").0, How::Replaced);
+    let third = agent.datapath.snapshot().unwrap();
+    assert_eq!(link_id(&node, "a"), link, "the link was made anew");
+    assert_ne!(second.pods["a"].program_id, third.pods["a"].program_id);
+    assert_eq!(second.pods["a"].guarded_since, third.pods["a"].guarded_since);
+    assert_eq!(pod.tcx(), [third.pods["a"].program_id]);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use aya::maps::MapType;
 use coil_guard::{
     cilium::{CiliumError, CiliumMaps, SPECS4, SPECS6},
-    datapath::{AttachKind, BoundMap, How, Report},
+    datapath::{AttachKind, BoundMap, Report},
     plan::Mode,
 };
 
@@ -25,11 +25,17 @@ fn wait_unbound(agent: &mut Agent, text: &str) {
     });
 }
 
-fn wait_attached(agent: &mut Agent) -> How {
+fn wait_attached(agent: &mut Agent) {
     agent.report("the pod to be attached", |report| match report {
-        Report::Attached { how, .. } => Some(*how),
+        Report::Attached { .. } => Some(()),
         _ => None,
-    })
+    });
+}
+
+/// Ids of the maps of a program; none when there is no such program.
+fn maps_of(program: u32) -> Option<Vec<u32>> {
+    let info = aya::programs::loaded_programs().filter_map(Result::ok).find(|info| info.id() == program)?;
+    info.map_ids().unwrap()
 }
 
 fn ids(maps: &[BoundMap]) -> Vec<(String, u32)> {
@@ -126,11 +132,11 @@ fn a_family_or_an_affinity_map_that_is_absent_gets_a_stand_in_of_our_own() {
     node.cilium6();
     let bound = wait_bound(&mut agent);
     assert_eq!(bound.iter().filter(|map| map.id.is_some()).count(), 7);
-    assert_eq!(wait_attached(&mut agent), How::Replaced);
+    assert_eq!(agent.datapath.snapshot().unwrap().bindings, bound);
 }
 
 #[test]
-fn maps_that_are_made_anew_are_followed_in_the_same_link() {
+fn maps_that_are_made_anew_are_followed_by_another_core_under_the_same_stub() {
     if !can_run() {
         return;
     }
@@ -141,22 +147,21 @@ fn maps_that_are_made_anew_are_followed_in_the_same_link() {
     agent.apply(&desired(Mode::Reset, &[("a", &[POD])]));
     let first = wait_bound(&mut agent);
     wait_attached(&mut agent);
-    let program = pod.tcx();
+    let (stub, core) = (pod.tcx(), agent.datapath.snapshot().unwrap().cores["guard"]);
     let conntrack = SPECS4[0];
     node.map(conntrack.pin_name, conntrack.kind, conntrack.key_size, conntrack.value_size, 512, 0);
     let changed = std::time::Instant::now();
     let second = wait_bound(&mut agent);
-    assert_eq!(wait_attached(&mut agent), How::Replaced);
     assert!(changed.elapsed() < std::time::Duration::from_secs(5), "took {:?}", changed.elapsed());
     assert_ne!(ids(&first), ids(&second));
-    assert_ne!(pod.tcx(), program);
+    assert_eq!(pod.tcx(), stub, "the stub was replaced, too");
+    let now = agent.datapath.snapshot().unwrap().cores["guard"];
+    assert_ne!(now, core);
     let id = node.cilium_pins()[conntrack.pin_name];
-    let used = pod.within(|| {
-        let (_, programs) =
-            aya::programs::SchedClassifier::query_tcx("eth0", aya::programs::TcAttachType::Egress).unwrap();
-        programs[0].map_ids().unwrap().unwrap()
-    });
-    assert!(used.contains(&id), "the program uses {used:?} and not the new map {id}");
+    let used = maps_of(now).unwrap();
+    assert!(used.contains(&id), "the core uses {used:?} and not the new map {id}");
+    // The one before is gone, and with it what it held of Cilium's.
+    eventually("the former core to be gone", || maps_of(core).map_or(Ok(()), Err));
 }
 
 #[test]
@@ -178,9 +183,11 @@ fn missing_maps_leave_programs_attached_and_are_bound_when_they_come_back() {
     wait_unbound(&mut agent, "does not exist");
     assert_eq!(pod.tcx().len(), 1);
     assert!(node.cilium_pins().is_empty(), "a map was made in Cilium's directory");
+    let core = agent.datapath.snapshot().unwrap().cores["guard"];
     node.cilium4();
     wait_bound(&mut agent);
-    assert_eq!(wait_attached(&mut agent), How::Replaced);
+    assert_ne!(agent.datapath.snapshot().unwrap().cores["guard"], core);
+    assert_eq!(pod.tcx().len(), 1);
 }
 
 #[test]
@@ -198,8 +205,9 @@ fn another_layout_detaches_and_the_known_one_attaches_again() {
     node.map(backends.pin_name, backends.kind, backends.key_size, 16, 64, 0);
     wait_unbound(&mut agent, backends.pin_name);
     eventually("the program to be gone", || {
-        let left = (pod.tcx(), node.link("a").exists());
-        if left == (vec![], false) { Ok(()) } else { Err(left) }
+        let cores = agent.datapath.snapshot().unwrap().cores.len();
+        let left = (pod.tcx(), node.link("a").exists(), cores);
+        if left == (vec![], false, 0) { Ok(()) } else { Err(left) }
     });
     node.cilium_map(&backends);
     wait_attached(&mut agent);

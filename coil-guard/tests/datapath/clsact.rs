@@ -17,11 +17,11 @@ fn wait_attached(agent: &mut Agent) -> How {
 }
 
 #[test]
-fn the_filter_is_replaced_in_place_and_leaves_no_qdisc() {
+fn the_filter_is_kept_or_replaced_in_place_and_leaves_no_qdisc() {
     if !can_run() {
         return;
     }
-    let node = Node::new(AttachKind::Clsact);
+    let mut node = Node::new(AttachKind::Clsact);
     node.cilium4();
     let pod = node.pod("a", &[POD]);
     let wanted = desired(Mode::Reset, &[("a", &[POD])]);
@@ -33,6 +33,13 @@ fn the_filter_is_replaced_in_place_and_leaves_no_qdisc() {
     drop(agent);
     assert_eq!(pod.filters(), 1, "the filter went with the agent");
 
+    let mut agent = node.open();
+    agent.apply(&wanted);
+    assert_eq!(wait_attached(&mut agent), How::Kept);
+    assert_eq!(agent.datapath.snapshot().unwrap().pods, first.pods);
+    drop(agent);
+
+    node.options.unmarked_drain *= 2;
     let mut agent = node.open();
     agent.apply(&wanted);
     assert_eq!(wait_attached(&mut agent), How::Replaced);

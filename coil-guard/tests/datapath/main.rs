@@ -3,5 +3,6 @@
 mod attach;
 mod binding;
 mod clsact;
+mod cores;
 mod harness;
 mod tables;

@@ -35,7 +35,7 @@ pub struct Case {
     pub ratio_to_other: Option<f64>,
 }
 
-/// What an instance costs.
+/// What loading a program costs.
 #[derive(Clone, Debug, Serialize)]
 pub struct LoadCost {
     /// Parsing the object and making maps, ms.
@@ -57,8 +57,10 @@ pub struct Report {
     pub kernel: String,
     /// Cases.
     pub datapath: Vec<Case>,
-    /// One program instance.
-    pub instance: LoadCost,
+    /// The core, loaded once a node.
+    pub core: LoadCost,
+    /// The stub, loaded once a pod.
+    pub stub: LoadCost,
 }
 
 impl fmt::Display for Report {
@@ -92,16 +94,18 @@ impl fmt::Display for Report {
                 optional(case.ratio_to_other, 2),
             )?;
         }
-        let cost = &self.instance;
-        writeln!(
-            f,
-            "\nAn instance: prepared in {:.1} ms, verified and compiled in {:.1} ms ({} instructions), {} KiB of code, \
-             {} KiB of memory.",
-            cost.prepare_milliseconds,
-            cost.verify_milliseconds,
-            cost.verified_instructions,
-            cost.machine_code_bytes / 1024,
-            cost.memory_bytes / 1024,
-        )
+        for (name, cost) in [("\nThe core, once a node", &self.core), ("The stub, once a pod", &self.stub)] {
+            writeln!(
+                f,
+                "{name}: prepared in {:.2} ms, verified and compiled in {:.2} ms ({} instructions), {:.1} KiB of code, {} KiB \
+                 of memory.",
+                cost.prepare_milliseconds,
+                cost.verify_milliseconds,
+                cost.verified_instructions,
+                f64::from(cost.machine_code_bytes) / 1024.0,
+                cost.memory_bytes / 1024,
+            )?;
+        }
+        Ok(())
     }
 }

@@ -1,18 +1,22 @@
-//! A loaded instance and what one packet did.
+//! The guard's programs, loaded, and what one packet did.
 
-use std::{env, fmt, fs, path::Path, time::Duration};
+use std::{
+    env, fmt, fs,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result, ensure};
 use aya::{
     Ebpf, EbpfLoader, Pod, TestRun as _, TestRunOptions, VerifierLogLevel,
-    maps::{Array, HashMap, MapData, PerCpuArray, RingBuf},
+    maps::{Array, HashMap, MapData, PerCpuArray, ProgramArray, RingBuf},
     programs::SchedClassifier,
 };
 use coil_guard_common::{
     abi::{
-        AgentState, BackendMark, ClientServiceKey, DrainStats, EgressCounters, Event, FragmentKey,
-        FragmentPorts, GuardedService, InnerFlow, InnerFlowKey, LeavingKey, LeavingSeen, POD_CONFIG, PROGRAM,
-        PinnedPort, PinnedPortKey, PodConfig, Previous, ReportKey, ServiceKey, maps,
+        AgentState, BackendMark, CORE_PROGRAM, ClientServiceKey, DrainStats, EgressCounters, Event,
+        FragmentKey, FragmentPorts, GuardedService, InnerFlow, InnerFlowKey, LeavingKey, LeavingSeen,
+        POD_CONFIG, PROGRAM, PinnedPort, PinnedPortKey, PodConfig, Previous, ReportKey, ServiceKey, core_slot, maps,
     },
     cilium::{AFFINITY_MATCH, MAPS4, MAPS6},
     counters::Reason,
@@ -42,7 +46,7 @@ impl Default for Sizes {
     }
 }
 
-/// What loading cost, in processor time.
+/// What loading a program cost, in processor time.
 #[derive(Clone, Copy, Debug)]
 pub struct Load {
     /// Parsing, relocating and making the own maps.
@@ -74,13 +78,18 @@ pub struct Run {
     pub events: Vec<Event>,
 }
 
-/// A loaded instance with maps that nobody else uses.
+/// The core and the stub of one pod, with maps that nobody else uses.
 pub struct Instance {
     ebpf: Ebpf,
+    stub: Ebpf,
+    cores: ProgramArray<MapData>,
     events: RingBuf<MapData>,
     cilium: CiliumMaps,
-    /// What loading it cost.
+    directory: PathBuf,
+    /// What loading the core cost.
     pub load: Load,
+    /// What loading the stub cost.
+    pub stub_load: Load,
 }
 
 impl fmt::Debug for Instance {
@@ -90,7 +99,7 @@ impl fmt::Debug for Instance {
 }
 
 impl Instance {
-    /// Loads the program for the pod of `config`, over new maps as Cilium `version` makes them, pinned in `directory`,
+    /// Loads the core and the stub of the pod of `config`, over new maps as Cilium `version` makes them, pinned in `directory`,
     /// which has to be on a bpffs and be used for nothing else.
     ///
     /// # Errors
@@ -106,7 +115,7 @@ impl Instance {
         }
     }
 
-    /// As [`Self::load`], another build of the program.
+    /// As [`Self::load`], another build of the core.
     ///
     /// # Errors
     ///
@@ -125,13 +134,13 @@ impl Instance {
         );
         let began = processor_time();
         let mut loader = EbpfLoader::new();
-        loader
-            .btf(None)
-            .verifier_log_level(VerifierLogLevel::STATS)
-            .override_global(POD_CONFIG, config, true);
+        loader.btf(None).verifier_log_level(VerifierLogLevel::STATS);
         for name in maps::ALL {
             match name {
-                maps::AGENT | maps::COUNTERS => {}
+                maps::AGENT | maps::COUNTERS | maps::CORES => {}
+                maps::CLIENT => {
+                    loader.map_pin_path(name, directory.join(name));
+                }
                 maps::EVENTS => {
                     loader.map_max_entries(name, 1 << 20);
                 }
@@ -161,25 +170,42 @@ impl Instance {
         for (name, path) in &bound {
             loader.map_pin_path(name, path);
         }
-        let mut ebpf = loader.load(object).context("cannot read the program's object")?;
-        let prepare = processor_time() - began;
-        let program: &mut SchedClassifier =
-            ebpf.program_mut(PROGRAM).context("the object has no program")?.try_into()?;
-        let began = processor_time();
-        program.load().context("the kernel refuses the program")?;
-        let verify = processor_time() - began;
-        let info = program.info()?;
-        let load = Load {
-            prepare,
-            verify,
-            verified_instructions: info.verified_instruction_count().unwrap_or(0),
-            translated: info.size_translated().unwrap_or(0),
-            machine_code: info.size_jitted(),
-            memory: info.memory_locked().unwrap_or(0),
-        };
+        let mut ebpf = loader.load(object).context("cannot read the core's object")?;
+        let load = into_kernel(&mut ebpf, CORE_PROGRAM, processor_time() - began)?;
         let events =
             RingBuf::try_from(ebpf.take_map(maps::EVENTS).context("the object has no ring buffer")?)?;
-        Ok(Self { ebpf, events, cilium, load })
+        let (mut stub, stub_load) = load_stub(directory, config)?;
+        let cores = ProgramArray::try_from(stub.take_map(maps::CORES).context("the stub has no cores")?)?;
+        let mut instance =
+            Self { ebpf, stub, cores, events, cilium, directory: directory.to_owned(), load, stub_load };
+        instance.set_core(true)?;
+        Ok(instance)
+    }
+
+    /// Puts the core into its place, or takes it away.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses.
+    pub fn set_core(&mut self, there: bool) -> Result<()> {
+        let slot = u32::from(core_slot::GUARD);
+        if there {
+            let core: &SchedClassifier =
+                self.ebpf.program(CORE_PROGRAM).context("the object has no core")?.try_into()?;
+            self.cores.set(slot, core.fd()?, 0).context("cannot put the core into its place")
+        } else {
+            self.cores.clear_index(&slot).context("cannot take the core away")
+        }
+    }
+
+    /// The stub of another pod, over the same core and maps, in place of the present one.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses it.
+    pub fn become_pod(&mut self, config: &PodConfig) -> Result<()> {
+        (self.stub, self.stub_load) = load_stub(&self.directory, config)?;
+        Ok(())
     }
 
     /// Cilium's maps.
@@ -189,7 +215,7 @@ impl Instance {
     }
 
     fn program(&self) -> Result<&SchedClassifier> {
-        Ok(self.ebpf.program(PROGRAM).context("the object has no program")?.try_into()?)
+        Ok(self.stub.program(PROGRAM).context("the object has no program")?.try_into()?)
     }
 
     /// One of the own hash maps.
@@ -367,6 +393,35 @@ impl Instance {
             events: self.take_events()?,
         })
     }
+}
+
+fn load_stub(directory: &Path, config: &PodConfig) -> Result<(Ebpf, Load)> {
+    let began = processor_time();
+    let mut loader = EbpfLoader::new();
+    loader.btf(None).verifier_log_level(VerifierLogLevel::STATS).override_global(POD_CONFIG, config, true);
+    for name in [maps::CLIENT, maps::CORES] {
+        loader.map_pin_path(name, directory.join(name));
+    }
+    let mut stub = loader.load(coil_guard::datapath::STUB_OBJECT).context("cannot read the stub's object")?;
+    let load = into_kernel(&mut stub, PROGRAM, processor_time() - began)?;
+    Ok((stub, load))
+}
+
+fn into_kernel(ebpf: &mut Ebpf, name: &str, prepare: Duration) -> Result<Load> {
+    let program: &mut SchedClassifier =
+        ebpf.program_mut(name).with_context(|| format!("the object has no {name}"))?.try_into()?;
+    let began = processor_time();
+    program.load().with_context(|| format!("the kernel refuses {name}"))?;
+    let verify = processor_time() - began;
+    let info = program.info()?;
+    Ok(Load {
+        prepare,
+        verify,
+        verified_instructions: info.verified_instruction_count().unwrap_or(0),
+        translated: info.size_translated().unwrap_or(0),
+        machine_code: info.size_jitted(),
+        memory: info.memory_locked().unwrap_or(0),
+    })
 }
 
 const EGRESS_FIELDS: usize = size_of::<EgressCounters>() / size_of::<u64>();

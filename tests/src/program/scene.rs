@@ -8,7 +8,7 @@ use std::{
 use anyhow::Result;
 use coil_guard_common::abi::{
     AgentState, BackendMark, FOR_EVER, GuardedService, POD_HAS_IPV4, POD_HAS_IPV6, PodConfig, ServiceKey,
-    maps, mark, v4_mapped,
+    core_slot, maps, mark, v4_mapped,
 };
 
 use super::{
@@ -39,7 +39,8 @@ pub fn pod_config() -> PodConfig {
         guarded_since: 1,
         generation: CLIENT_GENERATION,
         fou_port: FOU_PORT.to_be_bytes(),
-        pad: [0; 2],
+        core: core_slot::GUARD,
+        pad: [0; 1],
         unmarked_drain: 5 * SECOND,
     }
 }

@@ -86,7 +86,7 @@ fn maps_that_are_made_anew_are_bound_anew_whoever_runs_then() -> Result<()> {
         scenario.lab.recreate_maps(MapOptions::new(CiliumVersion::V1_20))?;
         scenario.start_agent()?;
         guards(&mut scenario, IpFamily::V4)?;
-        ensure!(link_id(&scenario, 0)? == link, "the program was not replaced in its link");
+        ensure!(link_id(&scenario, 0)? == link, "the link was made anew");
         finish(running)?;
         leaves_nothing(&scenario, &[0])
     })

@@ -41,13 +41,13 @@ fn a_refused_program_is_told_at_once_and_the_one_before_goes_on_guarding() -> Re
         ensure!(since.elapsed() < Duration::from_secs(10), "told after {:?} only", since.elapsed());
         scenario
             .agent()?
-            .wait_log(&["cannot attach", "client-0", "refuses the program"], scenario.patience())?;
-        // Guarded as before, by the program of the agent before.
+            .wait_log(&["ERROR", "cannot load the core program", "refuses the program"], scenario.patience())?;
+        // Guarded as before, by the core of the agent before.
         let bound = scenario.bound(0, IpFamily::V4, FOU_PORT)?;
         scenario.terminate(bound)?;
         wait_left(&scenario, &[0], bound)?;
         let log = scenario.agent()?.log();
-        let told = log.lines().filter(|line| line.contains("cannot attach")).count();
+        let told = log.lines().filter(|line| line.contains("cannot load the core program")).count();
         ensure!(told == 1, "told {told} times:\n{log}");
         scenario.kill_agent()?;
         scenario.start_agent()?;

@@ -5,6 +5,7 @@ mod drain;
 mod flows;
 mod hostile;
 mod load;
+mod pods;
 mod reasons;
 mod replies;
 mod reset;

@@ -32,7 +32,7 @@ pub(super) fn json(status: &Status) -> Value {
     let pods = snapshot.pods.iter().map(|(uid, pod)| {
         json!({
             "uid": uid, "name": pod.name, "addresses": pod.addresses, "attachment": pod.attachment,
-            "interfaceIndex": pod.interface_index, "programId": pod.program_id,
+            "interfaceIndex": pod.interface_index, "programId": pod.program_id, "core": pod.core,
             "guardedSince": from(now, pod.guarded_since), "portsOverlap": pod.ports_overlap,
         })
     });
@@ -53,6 +53,7 @@ pub(super) fn json(status: &Status) -> Value {
         "egresses": by_name,
         "packets": snapshot.packets,
         "ciliumMaps": snapshot.bindings,
+        "corePrograms": snapshot.cores,
         "ciliumError": status.cilium.as_ref().err(),
     })
 }

@@ -17,6 +17,7 @@ pub(super) fn problems(status: &Status, egresses: &[Egress<'_>]) -> Vec<String> 
         return problems;
     }
     problems.extend(agent(snapshot));
+    problems.extend(cores(snapshot));
     match &status.cilium {
         Ok(_) => problems.extend(bindings(status)),
         Err(error) => problems.push(format!("Cilium's maps cannot be looked at: {error}")),
@@ -48,6 +49,19 @@ fn agent(snapshot: &Snapshot) -> Option<String> {
         )),
         None => Some("the agent has not said anything yet: Cilium's state alone guards".into()),
     }
+}
+
+/// Pods whose programs lead nowhere.
+fn cores(snapshot: &Snapshot) -> Option<String> {
+    let missing = |core: &str| !snapshot.cores.contains_key(core);
+    let names: Vec<_> =
+        snapshot.pods.values().filter(|pod| missing(pod.core)).map(|pod| pod.name.as_str()).collect();
+    let first = names.first()?;
+    Some(format!(
+        "the core program is not loaded, so {} attached pods ({first} for one) are not guarded: the agent loads it within \
+         seconds, and its log says what keeps it from that",
+        names.len()
+    ))
 }
 
 /// What the programs use against what Cilium has.

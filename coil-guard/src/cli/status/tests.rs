@@ -49,6 +49,7 @@ fn snapshot() -> Snapshot {
         interface_index: 2,
         guarded_since: at(40),
         program_id: 17,
+        core: "guard",
         ports_overlap: false,
     };
     Snapshot {
@@ -70,6 +71,7 @@ fn snapshot() -> Snapshot {
         ]),
         pods: BTreeMap::from([("uid-1".to_owned(), pod)]),
         bindings: vec![BoundMap { name: MAP.into(), id: Some(7) }],
+        cores: [("guard", 18)].into(),
         heartbeat_until: Some(at(112)),
     }
 }
@@ -273,6 +275,7 @@ fn each_fault_that_one_look_shows_has_its_sentence() {
     assert_problem(&change(&|s| service(s, at(70))), "has not been guarded for 30 s");
     assert_problem(&change(&|s| s.snapshot.bindings[0].id = Some(6)), "id 6 and Cilium's is id 7 now");
     assert_problem(&change(&|s| s.snapshot.bindings[0].id = None), "Cilium has one now (id 7)");
+    assert_problem(&change(&|s| s.snapshot.cores.clear()), "1 attached pods (default/client for one) are not");
     let unmapped = change(&|s| {
         s.snapshot.bindings[0].id = None;
         s.cilium.as_mut().unwrap().ids.clear();

@@ -73,6 +73,8 @@ fn write_text(out: &mut String, status: &Status) -> Result {
             None => writeln!(out, "  {} (Cilium has none; an empty one stands in)", map.name)?,
         }
     }
+    writeln!(out, "\nCore programs: {}", snapshot.cores.len())?;
+    snapshot.cores.iter().try_for_each(|(name, id)| writeln!(out, "  {name} (id {id})"))?;
     writeln!(out, "\nPackets:")?;
     for reason in Reason::ALL {
         let packets = snapshot.packets.get(reason.label()).copied().unwrap_or(0);

@@ -1,13 +1,14 @@
 //! Attaching and detaching what the plan wants.
 
-use std::{collections::BTreeSet, num::NonZero, thread, time::Instant};
+use std::{collections::BTreeSet, time::Instant};
 
-use super::{Bound, FIRST_RETRY, MOST_AT_ONCE, Pod, Worker};
+use super::{Bound, FIRST_RETRY, Pod, Worker};
 use crate::{
     datapath::{
         How, Report,
+        cores::Core,
         mailbox::Wanted,
-        pods::{Attacher, Done, PodError, Prepared, used_addresses},
+        pods::{Attacher, Done, PodError, used_addresses},
         records::Attached,
     },
     plan::{ClientPod, PodUid, Want},
@@ -43,7 +44,7 @@ impl Worker {
         match result {
             Ok(()) => {
                 pod.attached = None;
-                pod.bound = 0;
+                pod.stands = false;
                 self.report(Report::Detached { pod: uid.to_owned() });
                 true
             }
@@ -58,16 +59,15 @@ impl Worker {
         }
     }
 
-    /// Attaches what is due, some at a time. `false` when it stopped for a newer plan, or because it is time to look at
+    /// Attaches what is due, one after the other. `false` when it stopped for a newer plan, or because it is time to look at
     /// Cilium's maps again.
     pub(super) fn attach_wanted(&mut self, version: u64, wanted: &Wanted) -> bool {
-        let at_once = thread::available_parallelism().map_or(1, NonZero::get).min(MOST_AT_ONCE);
         let due: Vec<_> = wanted.pods.iter().filter(|(uid, client)| self.is_due(uid, client)).collect();
-        for pods in due.chunks(at_once) {
+        for (uid, client) in due {
             if self.mailbox.is_newer(version) {
                 return false;
             }
-            self.attach(pods);
+            self.attach(uid, client);
             self.mailbox.set_progress(version, self.progress(wanted));
             if Instant::now() >= self.binding_at {
                 return false;
@@ -77,63 +77,65 @@ impl Worker {
     }
 
     fn is_due(&self, uid: &str, client: &ClientPod) -> bool {
-        let (Bound::Yes, Some(binding)) = (&self.bound, &self.binding) else { return false };
+        let (Bound::Yes, Some(cores)) = (&self.bound, &self.cores) else { return false };
         let Some(pod) = self.pods.get(uid) else { return client.want == Want::Attached };
         if pod.retry_at.is_some_and(|time| time > Instant::now()) {
             return false;
         }
         match &pod.attached {
+            // Until the core that it is to have is there it goes on with the one that it has.
             Some(attached) => {
-                pod.bound != binding.generation || attached.addresses != used_addresses(&client.addresses)
+                let differs =
+                    attached.core != Core::of(client) || attached.addresses != used_addresses(&client.addresses);
+                (!pod.stands || differs) && cores.is_loaded(Core::of(client))
             }
             None => client.want == Want::Attached,
         }
     }
 
-    /// Attaches these pods. Their programs are loaded at the same time: the kernel's verifier takes far longer than the rest.
-    fn attach(&mut self, pods: &[(&PodUid, &ClientPod)]) {
-        let prepared: Vec<_> =
-            pods.iter().filter_map(|(uid, client)| Some((*uid, self.prepare(uid, client)?))).collect();
-        let Some(binding) = &self.binding else { return };
-        let (options, layout, generation) = (&self.options, &self.layout, binding.generation);
-        let loaded: Vec<_> = thread::scope(|scope| {
-            let loading: Vec<_> = prepared
-                .iter()
-                .map(|(uid, prepared)| scope.spawn(move || prepared.load(uid, options, layout, binding)))
-                .collect();
-            loading.into_iter().map(|thread| thread.join().expect("loading does not panic")).collect()
-        });
-        for ((uid, prepared), instance) in prepared.into_iter().zip(loaded) {
-            let known = self.known(uid);
-            let Some(mut attacher) = self.attacher() else { return };
-            let done = instance
-                .map_err(PodError::from)
-                .and_then(|instance| attacher.finish(uid, known.as_ref(), prepared, instance));
-            match done {
-                Ok(done) => self.attached(uid, done, generation),
-                Err(error) => self.attach_failed(uid, &error),
-            }
+    fn attach(&mut self, uid: &PodUid, client: &ClientPod) {
+        let known = self.known(uid);
+        self.pods.entry(uid.clone()).or_default();
+        let done = self.try_attach(uid, client, known.as_ref());
+        match done {
+            Some(Ok(done)) => self.attached(uid, done),
+            Some(Err(error)) => self.attach_failed(uid, &error),
+            None => {}
         }
     }
 
-    fn prepare(&mut self, uid: &PodUid, client: &ClientPod) -> Option<Prepared> {
-        let known = self.known(uid);
+    /// `None` where nothing is guarded.
+    fn try_attach(
+        &mut self,
+        uid: &PodUid,
+        client: &ClientPod,
+        known: Option<&Attached>,
+    ) -> Option<Result<Done, PodError>> {
+        // Without a core a stub is no guard.
+        if let Some((problem, _)) = self.cores.as_ref()?.problem(Core::of(client)) {
+            return Some(Err(PodError::NoCore(problem.to_owned())));
+        }
         let taken: BTreeSet<_> = self
             .pods
             .iter()
             .filter(|(other, _)| *other != uid)
             .filter_map(|(_, pod)| pod.attached.as_ref().map(|attached| attached.namespace))
             .collect();
-        let result = self.attacher()?.prepare(uid, client, known.as_ref(), |inode| taken.contains(&inode));
-        self.pods.entry(uid.clone()).or_default();
-        result.map_err(|error| self.attach_failed(uid, &error)).ok()
+        let mut attacher = Attacher {
+            options: &self.options,
+            layout: &self.layout,
+            namespaces: &mut self.namespaces,
+            records: self.records.as_mut()?,
+            no_tcx: &mut self.no_tcx,
+        };
+        Some(attacher.attach(uid, client, known, self.stubs.as_ref()?, |inode| taken.contains(&inode)))
     }
 
     fn known(&self, uid: &str) -> Option<Attached> {
         self.pods.get(uid).and_then(|pod| pod.attached.clone())
     }
 
-    fn attached(&mut self, uid: &str, done: Done, generation: u64) {
+    fn attached(&mut self, uid: &str, done: Done) {
         let Some(pod) = self.pods.get_mut(uid) else { return };
         let how = if pod.lost { How::Restored } else { done.how };
         let report = Report::Attached {
@@ -143,7 +145,7 @@ impl Worker {
             ports_overlap: done.attached.ports_overlap,
             how,
         };
-        *pod = Pod { attached: Some(done.attached), bound: generation, ..Pod::default() };
+        *pod = Pod { attached: Some(done.attached), stands: true, ..Pod::default() };
         self.report(report);
     }
 
@@ -158,6 +160,7 @@ impl Worker {
         let retry_in = if error.is_refusal() { error.patience() } else { backoff.min(error.patience()) };
         pod.attempts += 1;
         pod.refused = error.is_refusal();
+        pod.no_core = matches!(error, PodError::NoCore(_));
         pod.retry_at = Some(Instant::now() + retry_in);
         let text = error.to_string();
         // A pod that comes up takes a moment; only what lasts is worth a word, and once.

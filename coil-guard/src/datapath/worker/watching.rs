@@ -1,66 +1,33 @@
-//! Looking at what others can change: Cilium's maps, and the attachments in the pods' namespaces.
+//! Looking at what others can change: the cores in their array, and the attachments in the pods' namespaces.
 
-use super::{Bound, Pod, Worker};
+use super::{Pod, Worker};
 use crate::{
-    cilium::{CiliumError, CiliumMaps},
     datapath::{
-        Attachment, DatapathError, Report, attach::clsact_program, layout::unpin, mailbox::Wanted,
-        namespaces::within_each, netlink::Netlink, pods::link_is_alive, program::Binding,
+        Attachment, attach::clsact_program, layout::unpin, mailbox::Wanted, namespaces::within_each,
+        netlink::Netlink, pods::link_program,
     },
     plan::Want,
 };
 
 impl Worker {
-    /// Compares the ids behind Cilium's pins with what the programs are bound to.
-    pub(super) fn bind(&mut self) -> Result<(), DatapathError> {
-        let maps = match CiliumMaps::open(&self.options.cilium_directory) {
-            Ok(maps) => maps,
-            Err(error) => {
-                self.unbind(error);
-                return Ok(());
-            }
-        };
-        let current = self.binding.as_ref().is_some_and(|binding| binding.ids == maps.ids());
-        if !current {
-            self.generation += 1;
-            self.binding = None;
-            self.binding = Some(Binding::make(&self.layout, &maps, self.generation)?);
-        }
-        if let Some(binding) = &self.binding
-            && (!current || self.bound != Bound::Yes)
-        {
-            self.report(Report::Bound(binding.maps.clone()));
-        }
-        self.bound = Bound::Yes;
-        Ok(())
-    }
-
-    fn unbind(&mut self, error: CiliumError) {
-        if !error.is_missing() {
-            // Programs that read maps of another layout could do harm; of maps that are gone they do nothing.
-            let attached: Vec<_> = self.pods.keys().cloned().collect();
-            for uid in attached {
-                self.detach(&uid);
-            }
-            self.binding = None;
-        }
-        let text = error.to_string();
-        if self.bound != Bound::No(text.clone()) {
-            self.bound = Bound::No(text);
-            self.report(Report::Unbound(error));
-        }
-    }
-
     /// Looks whether attachments are still there, and whether pods that need them only for their tunnels still have one.
     pub(super) fn check(&mut self, wanted: &Wanted) {
+        match self.cores.as_mut().map_or_else(|| Ok(Vec::new()), |cores| cores.check(&self.layout)) {
+            Ok(lost) => {
+                for name in lost {
+                    self.warn(format!("somebody had removed the core program {name:?}; it is loaded anew"));
+                }
+            }
+            Err(error) => self.warn(error.to_string()),
+        }
         let mut lost = Vec::new();
         let mut inside = Vec::new();
         for (uid, pod) in &self.pods {
             let Some(attached) = &pod.attached else { continue };
             if attached.attachment == Attachment::Tcx {
-                match link_is_alive(&self.layout, uid) {
-                    Ok(true) => {}
-                    Ok(false) => lost.push(uid.clone()),
+                match link_program(&self.layout, uid) {
+                    Ok(Some(_)) => {}
+                    Ok(None) => lost.push(uid.clone()),
                     Err(error) => self.warn(error.to_string()),
                 }
             }

@@ -1,0 +1,223 @@
+//! The core programs: what all stubs of the node go on in.
+//!
+//! They stand in a pinned program array. A program array is emptied when its last file and pin have gone, so with the pin
+//! the core outlives the agent, and without it every stub passes its packets.
+
+use std::{
+    collections::BTreeMap,
+    fmt,
+    os::fd::AsFd as _,
+    time::{Duration, Instant},
+};
+
+use aya::maps::{Map, MapData, ProgramArray};
+use coil_guard_common::abi::{self, core_slot, maps};
+
+use super::{
+    DatapathError,
+    layout::{Layout, file_error},
+    own_maps::{map_error, open_own},
+    program::{self, Binding, Pins, load_error, load_program, new_loader},
+    records::is_absent,
+    sys,
+};
+use crate::plan::ClientPod;
+
+/// Wait after a refusal: it does not come good by itself, and each attempt costs the verifier's time.
+const AFTER_REFUSAL: Duration = Duration::from_secs(10);
+/// Wait after any other failure.
+const AFTER_FAILURE: Duration = Duration::from_secs(1);
+
+/// A core program. All are one object; what one differs in are constants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Core {
+    /// The program that guards.
+    Guard,
+}
+
+impl Core {
+    /// All of them.
+    pub(crate) const ALL: [Self; 1] = [Self::Guard];
+
+    /// The one that a pod's packets need.
+    pub(crate) fn of(_pod: &ClientPod) -> Self {
+        Self::Guard
+    }
+
+    /// Its place in the array, which stands in stubs and records.
+    pub(crate) fn slot(self) -> u8 {
+        match self {
+            Self::Guard => core_slot::GUARD,
+        }
+    }
+
+    /// The one at `slot`; of a slot that a later version filled, the one that guards.
+    pub(crate) fn at(slot: u8) -> Self {
+        Self::ALL.into_iter().find(|core| core.slot() == slot).unwrap_or(Self::Guard)
+    }
+
+    /// Its name in status and messages.
+    pub(crate) fn label(self) -> &'static str {
+        match self {
+            Self::Guard => "guard",
+        }
+    }
+}
+
+/// How it is with one core.
+#[derive(Clone, Debug)]
+enum State {
+    /// Nothing is there.
+    Absent,
+    /// This program, loaded over the present binding.
+    Loaded(u32),
+    Failed {
+        error: String,
+        refused: bool,
+        retry_at: Instant,
+    },
+}
+
+/// The array, and what this agent put there over the present binding.
+pub(crate) struct Cores {
+    array: ProgramArray<MapData>,
+    states: BTreeMap<Core, State>,
+}
+
+impl fmt::Debug for Cores {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Cores").field("states", &self.states).finish_non_exhaustive()
+    }
+}
+
+impl Cores {
+    /// Opens the pinned array; `None` when there is none.
+    pub(crate) fn open(layout: &Layout) -> Result<Option<Self>, DatapathError> {
+        let Some(map) = open_own(layout, maps::CORES)? else { return Ok(None) };
+        let array = Map::from_map_data(map)
+            .and_then(ProgramArray::try_from)
+            .map_err(map_error("open", maps::CORES))?;
+        Ok(Some(Self { array, states: BTreeMap::new() }))
+    }
+
+    /// Whether this agent has put the core there, over the present binding.
+    pub(crate) fn is_loaded(&self, core: Core) -> bool {
+        matches!(self.states.get(&core), Some(State::Loaded(_)))
+    }
+
+    /// Why the core is not there, and whether the kernel refuses it.
+    pub(crate) fn problem(&self, core: Core) -> Option<(&str, bool)> {
+        match self.states.get(&core) {
+            Some(State::Failed { error, refused, .. }) => Some((error, *refused)),
+            _ => None,
+        }
+    }
+
+    /// Why the kernel refuses one of them, while it does.
+    pub(crate) fn refusal(&self) -> Option<&str> {
+        Core::ALL.into_iter().find_map(|core| self.problem(core).filter(|(_, refused)| *refused)).map(|(error, _)| error)
+    }
+
+    /// There is a new binding: what stands in the array goes on until it is replaced.
+    pub(crate) fn outdated(&mut self) {
+        self.states.clear();
+    }
+
+    /// When to try again what failed.
+    pub(crate) fn retry_at(&self) -> Option<Instant> {
+        self.states
+            .values()
+            .filter_map(|state| match state {
+                State::Failed { retry_at, .. } => Some(*retry_at),
+                State::Absent | State::Loaded(_) => None,
+            })
+            .min()
+    }
+
+    /// Whether the core has to be loaded now if it is needed, or else cleared away.
+    pub(crate) fn is_due(&self, core: Core, needed: bool) -> bool {
+        match self.states.get(&core) {
+            None => true,
+            Some(State::Absent) => needed,
+            Some(State::Loaded(_)) => false,
+            Some(State::Failed { retry_at, .. }) => Instant::now() >= *retry_at,
+        }
+    }
+
+    /// Loads the core over what `binding` holds and puts it into the array: from then on it is what every stub goes on in, and
+    /// no packet meets neither it nor the one before. It takes a tenth of a second, most of it in the kernel's verifier.
+    ///
+    /// # Errors
+    ///
+    /// A new failure, with the time until it is tried again.
+    pub(crate) fn load(
+        &mut self,
+        layout: &Layout,
+        binding: &Binding,
+        core: Core,
+    ) -> Result<(), Option<(DatapathError, Duration)>> {
+        let error = match self.replace(layout, binding, core) {
+            Ok(id) => {
+                self.states.insert(core, State::Loaded(id));
+                return Ok(());
+            }
+            Err(error) => error,
+        };
+        let refused = matches!(error, DatapathError::Refused { .. });
+        let wait = if refused { AFTER_REFUSAL } else { AFTER_FAILURE };
+        let text = error.to_string();
+        let is_new = self.problem(core).is_none_or(|(known, _)| known != text);
+        let state = State::Failed { error: text, refused, retry_at: Instant::now() + wait };
+        self.states.insert(core, state);
+        Err(is_new.then_some((error, wait)))
+    }
+
+    fn replace(&mut self, layout: &Layout, binding: &Binding, core: Core) -> Result<u32, DatapathError> {
+        let mut pins = Pins::default();
+        for name in maps::ALL {
+            pins.own(layout, name)?;
+        }
+        pins.bound(binding);
+        let mut ebpf = pins.load(&mut new_loader(), program::OBJECT)?;
+        let program = load_program(&mut ebpf, abi::CORE_PROGRAM)?;
+        let id = program.info().map_err(load_error)?.id();
+        let fd = program.fd().map_err(load_error)?;
+        self.array.set(u32::from(core.slot()), fd, 0).map_err(map_error("write to", maps::CORES))?;
+        Ok(id)
+    }
+
+    /// Takes a core away: pods that would get it are not guarded any more, at once.
+    pub(crate) fn clear(&mut self, core: Core) -> Result<(), DatapathError> {
+        self.states.insert(core, State::Absent);
+        match self.array.clear_index(&u32::from(core.slot())) {
+            Err(error) if !is_absent(&error) => Err(map_error("remove from", maps::CORES)(error)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Forgets of each core that was put there what is not there any more. Gives their names.
+    pub(crate) fn check(&mut self, layout: &Layout) -> Result<Vec<&'static str>, DatapathError> {
+        let found = Self::pinned(layout)?;
+        let mut lost = Vec::new();
+        self.states.retain(|core, state| match state {
+            State::Loaded(id) if found.get(core.label()) != Some(id) => {
+                lost.push(core.label());
+                false
+            }
+            _ => true,
+        });
+        Ok(lost)
+    }
+
+    /// Kernel ids of the core programs that are pinned, by name.
+    pub(crate) fn pinned(layout: &Layout) -> Result<BTreeMap<&'static str, u32>, DatapathError> {
+        let mut found = BTreeMap::new();
+        let Some(array) = open_own(layout, maps::CORES)? else { return Ok(found) };
+        for core in Core::ALL {
+            let id = sys::program_at(array.fd().as_fd(), u32::from(core.slot()))
+                .map_err(file_error("read", &layout.map(maps::CORES)))?;
+            found.extend(id.map(|id| (core.label(), id)));
+        }
+        Ok(found)
+    }
+}
