@@ -68,10 +68,10 @@ pub enum Report {
         /// What was tried, what was found, what to do.
         error: String,
     },
-    /// The programs are bound to these maps of Cilium's, for the first time or anew.
+    /// The cores that pods need are loaded over these maps of Cilium's, for the first time or anew.
     Bound(Vec<BoundMap>),
-    /// Cilium's maps cannot be used now. Programs bound before to maps of the known layout stay attached when the maps
-    /// are merely missing ([`CiliumError::is_missing`]), and are detached when the layout is another one.
+    /// Cilium's maps cannot be used now. Pods stay attached to a core that was bound before to maps of the known layout when
+    /// the maps are merely missing ([`CiliumError::is_missing`]), and are detached when the layout is another one.
     Unbound(CiliumError),
     /// Everything in the latest plan has been looked at: [`super::Progress::settled`] is set.
     Settled,

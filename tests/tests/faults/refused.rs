@@ -13,7 +13,7 @@ use coil_guard_tests::{
 
 use crate::support::{counted, finish, leaves_nothing, link_id, sent, streams, wait_left};
 
-/// An agent without CAP_PERFMON and CAP_SYS_ADMIN may load programs, but only such as do no arithmetic with pointers: its verifier
+/// The pods' programs stay as they are, and the core is the one of the agent before. An agent without CAP_PERFMON and CAP_SYS_ADMIN may load programs, but only such as do no arithmetic with pointers: its verifier
 /// refuses the guard, as another kernel's might.
 #[test]
 fn a_refused_program_is_told_at_once_and_the_one_before_goes_on_guarding() -> Result<()> {
