@@ -350,8 +350,7 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(always)]
     fn flow(&mut self) -> Option<InnerFlow> {
-        copy!(maps::INNER_FLOWS, &self.scratch.flow)
-            .filter(|flow| flow.generation == self.scratch.generation)
+        copy!(maps::INNER_FLOWS, &self.scratch.flow).filter(|flow| flow.generation == self.scratch.generation)
     }
 
     #[inline(never)]

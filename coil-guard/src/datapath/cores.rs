@@ -115,7 +115,10 @@ impl Cores {
 
     /// Why the kernel refuses one of them, while it does.
     pub(crate) fn refusal(&self) -> Option<&str> {
-        Core::ALL.into_iter().find_map(|core| self.problem(core).filter(|(_, refused)| *refused)).map(|(error, _)| error)
+        Core::ALL
+            .into_iter()
+            .find_map(|core| self.problem(core).filter(|(_, refused)| *refused))
+            .map(|(error, _)| error)
     }
 
     /// There is a new binding: what stands in the array goes on until it is replaced.

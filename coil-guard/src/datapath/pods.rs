@@ -8,9 +8,9 @@ use super::{
         AttachError, attach_clsact, attach_tcx, clsact_program, detach_clsact, detach_tcx, interface_name,
         needs_qdisc, replace_tcx,
     },
+    cores::Core,
     layout::Layout,
     namespaces::{Found, NamespaceError, Namespaces, ports_overlap, within},
-    cores::Core,
     records::{Attached, Pods, is_valid_uid, pod_config},
     stub::{Stub, Stubs},
     sys,
@@ -305,7 +305,9 @@ fn prepare_interface(
         interface_index: index,
         program_id: 0,
         // A filter that is still there has been guarding all the time; a link that is made anew has not.
-        guarded_since: same.filter(|_| filter.is_some()).map_or_else(Monotonic::now, |known| known.guarded_since),
+        guarded_since: same
+            .filter(|_| filter.is_some())
+            .map_or_else(Monotonic::now, |known| known.guarded_since),
         // Recorded before it is added, so that an agent that dies in between does not leave it.
         qdisc_added: qdisc || same.is_some_and(|known| known.qdisc_added),
         ports_overlap: overlap,

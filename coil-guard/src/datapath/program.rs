@@ -127,14 +127,20 @@ pub(crate) fn new_loader<'a>() -> EbpfLoader<'a> {
 }
 
 /// A classifier of the object.
-pub(crate) fn classifier<'a>(ebpf: &'a mut Ebpf, name: &str) -> Result<&'a mut SchedClassifier, DatapathError> {
+pub(crate) fn classifier<'a>(
+    ebpf: &'a mut Ebpf,
+    name: &str,
+) -> Result<&'a mut SchedClassifier, DatapathError> {
     ebpf.program_mut(name)
         .and_then(|program| <&mut SchedClassifier>::try_from(program).ok())
         .ok_or(DatapathError::NoProgram)
 }
 
 /// Loads a classifier of the object into the kernel.
-pub(crate) fn load_program<'a>(ebpf: &'a mut Ebpf, name: &str) -> Result<&'a mut SchedClassifier, DatapathError> {
+pub(crate) fn load_program<'a>(
+    ebpf: &'a mut Ebpf,
+    name: &str,
+) -> Result<&'a mut SchedClassifier, DatapathError> {
     let program = classifier(ebpf, name)?;
     program.load().map_err(load_error)?;
     Ok(program)

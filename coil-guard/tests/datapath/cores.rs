@@ -12,8 +12,7 @@ use coil_guard_common::abi::{core_slot, maps};
 use crate::harness::{Agent, Node, can_run, desired, eventually};
 
 const POD: &str = "10.0.0.1";
-const PODS: [(&str, &[&str]); 3] =
-    [("a", &["10.0.0.1"]), ("b", &["10.0.0.2"]), ("c", &["10.0.0.3"])];
+const PODS: [(&str, &[&str]); 3] = [("a", &["10.0.0.1"]), ("b", &["10.0.0.2"]), ("c", &["10.0.0.3"])];
 
 fn wait_attached(agent: &mut Agent, uid: &str) -> How {
     agent.report("the pod to be attached", |report| match report {

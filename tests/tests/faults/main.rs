@@ -1,6 +1,7 @@
 //! Keeping the guard through faults: each promise of `docs/reliability.md` has its tests here.
 
 mod cilium;
+mod cores;
 mod drains;
 mod kills;
 mod kubernetes;

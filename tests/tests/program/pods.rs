@@ -35,7 +35,10 @@ fn without_a_core_packets_pass_and_are_not_counted() -> Result<()> {
                 let output = scene.guard.pass(&frame)?;
                 ensure!(output == frame, "{what}: the packet was changed");
                 ensure!(scene.guard.counters()? == before.0, "{what}: it was counted");
-                ensure!(before.1.changes(&scene.guard.cilium().dump()?).is_empty(), "{what}: a map was changed");
+                ensure!(
+                    before.1.changes(&scene.guard.cilium().dump()?).is_empty(),
+                    "{what}: a map was changed"
+                );
                 Ok(())
             };
             scene.guard.set_core(false)?;
@@ -67,7 +70,11 @@ fn each_packet_is_judged_by_the_pod_that_it_comes_from() -> Result<()> {
             scene.entry(FOU_PORT, 1, REV_NAT)?;
             let frame = scene.frame(FOU_PORT, &scene.tcp(1, tcp::ACK));
             let run = scene.run(&frame)?;
-            ensure!(run.reason == Reason::ForeignSource, "round {round}, {owner} from another pod: {:?}", run.reason);
+            ensure!(
+                run.reason == Reason::ForeignSource,
+                "round {round}, {owner} from another pod: {:?}",
+                run.reason
+            );
             ensure_untouched(&frame, &run)?;
             scene.guard.become_pod(&pod_config())?;
             let run = scene.run(&frame)?;

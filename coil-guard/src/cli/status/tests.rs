@@ -275,7 +275,10 @@ fn each_fault_that_one_look_shows_has_its_sentence() {
     assert_problem(&change(&|s| service(s, at(70))), "has not been guarded for 30 s");
     assert_problem(&change(&|s| s.snapshot.bindings[0].id = Some(6)), "id 6 and Cilium's is id 7 now");
     assert_problem(&change(&|s| s.snapshot.bindings[0].id = None), "Cilium has one now (id 7)");
-    assert_problem(&change(&|s| s.snapshot.cores.clear()), "1 attached pods (default/client for one) are not");
+    assert_problem(
+        &change(&|s| s.snapshot.cores.clear()),
+        "1 attached pods (default/client for one) are not",
+    );
     let unmapped = change(&|s| {
         s.snapshot.bindings[0].id = None;
         s.cilium.as_mut().unwrap().ids.clear();

@@ -85,8 +85,8 @@ impl Worker {
         match &pod.attached {
             // Until the core that it is to have is there it goes on with the one that it has.
             Some(attached) => {
-                let differs =
-                    attached.core != Core::of(client) || attached.addresses != used_addresses(&client.addresses);
+                let differs = attached.core != Core::of(client)
+                    || attached.addresses != used_addresses(&client.addresses);
                 (!pod.stands || differs) && cores.is_loaded(Core::of(client))
             }
             None => client.want == Want::Attached,

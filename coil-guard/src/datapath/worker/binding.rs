@@ -55,7 +55,8 @@ impl Worker {
         let (Bound::Yes, Some(binding), Some(cores)) = (&self.bound, &self.binding, &mut self.cores) else {
             return Ok(());
         };
-        let attached = self.pods.values().filter_map(|pod| pod.attached.as_ref().map(|attached| attached.core));
+        let attached =
+            self.pods.values().filter_map(|pod| pod.attached.as_ref().map(|attached| attached.core));
         let needed: BTreeSet<_> = wanted.pods.values().map(Core::of).chain(attached).collect();
         let mut failures = Vec::new();
         for core in Core::ALL {
