@@ -39,9 +39,10 @@ fn a_refused_program_is_told_at_once_and_the_one_before_goes_on_guarding() -> Re
         ensure!(body.contains("verifier says") && !body.contains("verifier says: nothing"), "{body}");
         ensure!(!body.contains("not been looked at"), "{body}");
         ensure!(since.elapsed() < Duration::from_secs(10), "told after {:?} only", since.elapsed());
-        scenario
-            .agent()?
-            .wait_log(&["ERROR", "cannot load the core program", "refuses the program"], scenario.patience())?;
+        scenario.agent()?.wait_log(
+            &["ERROR", "cannot load the core program", "refuses the program"],
+            scenario.patience(),
+        )?;
         // Guarded as before, by the core of the agent before.
         let bound = scenario.bound(0, IpFamily::V4, FOU_PORT)?;
         scenario.terminate(bound)?;
