@@ -234,9 +234,7 @@ mod tests {
         for (name, expected) in own_maps(&Sizes::default())
             .iter()
             .map(|own| (own.name, own.kind_and_sizes()))
-            .chain(specs().map(|spec| {
-                (spec.object_name, (spec.kind as u32, spec.key_size, spec.value_size))
-            }))
+            .chain(specs().map(|spec| (spec.object_name, (spec.kind as u32, spec.key_size, spec.value_size))))
         {
             for map in [core.maps.get(name), stub.maps.get(name)].into_iter().flatten() {
                 assert_eq!(expected, (map.map_type(), map.key_size(), map.value_size()), "{name}");

@@ -16,7 +16,8 @@ use coil_guard_common::{
     abi::{
         AgentState, BackendMark, CORE_PROGRAM, ClientServiceKey, DrainStats, EgressCounters, Event,
         FragmentKey, FragmentPorts, GuardedService, InnerFlow, InnerFlowKey, LeavingKey, LeavingSeen,
-        POD_CONFIG, PROGRAM, PinnedPort, PinnedPortKey, PodConfig, Previous, ReportKey, ServiceKey, core_slot, maps,
+        POD_CONFIG, PROGRAM, PinnedPort, PinnedPortKey, PodConfig, Previous, ReportKey, ServiceKey,
+        core_slot, maps,
     },
     cilium::{AFFINITY_MATCH, MAPS4, MAPS6},
     counters::Reason,
