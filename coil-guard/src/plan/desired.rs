@@ -141,6 +141,8 @@ pub struct ClientPod {
     pub want: Want,
     /// The Egresses that its annotations name and that are guarded.
     pub egresses: BTreeSet<EgressName>,
+    /// None of the guarded Egresses that it may have a tunnel to is in a mode that writes to Cilium's maps.
+    pub read_only: bool,
 }
 
 /// What an earlier agent had marked an address as.

@@ -136,6 +136,14 @@ fn pods(
         }
         let egresses: BTreeSet<EgressName> =
             pod.egresses.iter().filter(|egress| guarded.contains_key(egress)).cloned().collect();
+        let writes = |name: &EgressName| guarded.get(name).is_some_and(|(_, mode)| mode.writes());
+        let mut known = pod.egresses.iter().chain(&local.before).peekable();
+        // Of a tunnel of which nothing is known any more, it may be anybody's.
+        let read_only = if known.peek().is_some() {
+            !known.any(writes)
+        } else {
+            !guarded.values().any(|(_, mode)| mode.writes())
+        };
         let want = if !egresses.is_empty() {
             Want::Attached
         } else if any_service && attached.contains(&pod.uid) {
@@ -144,7 +152,7 @@ fn pods(
             continue;
         };
         let (namespace, name) = (name.namespace.clone(), name.name.clone());
-        pods.insert(pod.uid.clone(), ClientPod { namespace, name, addresses, want, egresses });
+        pods.insert(pod.uid.clone(), ClientPod { namespace, name, addresses, want, egresses, read_only });
     }
     pods
 }

@@ -376,6 +376,7 @@ mod tests {
                 addresses: BTreeSet::new(),
                 want: Want::Attached,
                 egresses: BTreeSet::from([named(EGRESS)]),
+                read_only: false,
             };
             notices.attach_failed(&index, &pod, "no namespace has its address", at(0));
             notices.ports_overlap(&index, &pod, at(0));

@@ -296,7 +296,10 @@ pub(crate) fn desired(mode: Mode, pods: &[(&str, &[&str])]) -> Desired {
         marks: BTreeMap::new(),
         pods: pods
             .iter()
-            .map(|(uid, addresses)| ((*uid).to_owned(), client(uid, addresses, Want::Attached)))
+            .map(|(uid, addresses)| {
+                let pod = client(uid, addresses, Want::Attached);
+                ((*uid).to_owned(), ClientPod { read_only: !mode.writes(), ..pod })
+            })
             .collect(),
         next_change: None,
     }
@@ -309,6 +312,7 @@ pub(crate) fn client(uid: &str, addresses: &[&str], want: Want) -> ClientPod {
         addresses: addresses.iter().map(|text| ip(text)).collect(),
         want,
         egresses: BTreeSet::from([egress()]),
+        read_only: false,
     }
 }
 

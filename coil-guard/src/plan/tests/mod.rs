@@ -130,6 +130,36 @@ fn a_client_is_detached_by_annotation_only_when_its_tunnel_is_gone() {
 }
 
 #[test]
+fn a_pod_is_read_only_while_no_egress_of_its_is_in_a_mode_that_writes() {
+    let read_only = |index: &Index, attached: &BTreeSet<PodUid>| {
+        plan(index, &Settings::default(), attached, true, at(9)).pods["uid-client"].read_only
+    };
+    let none = BTreeSet::new();
+    for (mode, expected) in [("audit", true), ("rewrite", true), ("reset", false), ("drain", false)] {
+        assert_eq!(read_only(&running(mode), &none), expected, "{mode}");
+    }
+    // One of another Egress's clients as well.
+    let mut index = running("rewrite");
+    index.egress_is(&api_egress("other", &[("coil-guard.io/mode", "reset")]), at(0));
+    assert!(read_only(&index, &none), "what others are clients of does not matter");
+    let both = format!("{EGRESS},other");
+    index.client_is(&api_client("client", "10.0.0.1", &both, &json!({})), at(1));
+    assert!(!read_only(&index, &none));
+    // Taken out of the annotation: the tunnel stays, and with it what it may need.
+    index.client_is(&api_client("client", "10.0.0.1", EGRESS, &json!({})), at(2));
+    assert!(!read_only(&index, &none));
+    // Met by an agent that never saw an annotation.
+    let mut index = running("rewrite");
+    index.update(Update::LocalPod(Change::Reset(vec![])), at(1));
+    let unannotated = json!({"metadata": {"annotations": null}});
+    index.client_is(&api_client("client", "10.0.0.1", "", &unannotated), at(1));
+    let attached = BTreeSet::from(["uid-client".to_owned()]);
+    assert!(read_only(&index, &attached));
+    index.egress_is(&api_egress("other", &[("coil-guard.io/mode", "reset")]), at(0));
+    assert!(!read_only(&index, &attached), "its tunnel may lead to any of them");
+}
+
+#[test]
 fn clients_without_an_address_or_with_another_pods_are_left_out() {
     let mut index = running("reset");
     let starting = json!({"status": {"phase": "Pending", "podIP": null, "podIPs": null}});
