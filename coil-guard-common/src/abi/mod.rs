@@ -74,6 +74,8 @@ pub mod maps {
 pub const PROGRAM: &str = "coil_guard";
 /// Name of the constant in the stub's object that holds the [`PodConfig`].
 pub const POD_CONFIG: &str = "POD_CONFIG";
+/// Name of the constant in the core's object that is 1 in a core that must not write to Cilium's maps.
+pub const READ_ONLY: &str = "READ_ONLY";
 /// Name of the core program, which all stubs share, in its object and in the kernel (which cuts names after 15 bytes).
 pub const CORE_PROGRAM: &str = "coil_guard_core";
 
@@ -84,6 +86,8 @@ pub const CORE_SLOTS: u32 = 8;
 pub mod core_slot {
     /// The program that guards.
     pub const GUARD: u8 = 0;
+    /// The same, loaded with [`super::READ_ONLY`]: it cannot write to Cilium's maps.
+    pub const READ_ONLY: u8 = 1;
 }
 
 macro_rules! shared {

@@ -12,6 +12,7 @@ use coil_guard_common::cilium::{
 };
 
 use super::{CiliumError, MapShape};
+use crate::datapath::sys::open_read_only;
 
 /// What a map is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -202,10 +203,14 @@ impl CiliumMaps {
 
 fn open_checked(directory: &Path, spec: &MapSpec) -> Result<Option<(MapData, u32)>, CiliumError> {
     let path = directory.join(spec.pin_name);
-    let opened = MapData::from_pin(&path).and_then(|map| map.info().map(|info| (map, info)));
-    let (map, info) = match opened {
+    // The agent never writes to them, so its descriptors cannot.
+    let fd = match open_read_only(&path) {
+        Ok(Some(fd)) => fd,
+        Ok(None) => return Ok(None),
+        Err(error) => return Err(CiliumError::Open { path, source: MapError::IoError(error) }),
+    };
+    let (map, info) = match MapData::from_fd(fd).and_then(|map| map.info().map(|info| (map, info))) {
         Ok(opened) => opened,
-        Err(error) if is_not_found(&error) => return Ok(None),
         Err(source) => return Err(CiliumError::Open { path, source }),
     };
     let found = shape_of(&info);

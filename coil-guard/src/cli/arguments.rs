@@ -189,6 +189,12 @@ pub(crate) struct PolicyArguments {
     pub(crate) cilium_access: CiliumAccess,
 }
 
+impl PolicyArguments {
+    fn read_only(&self) -> bool {
+        self.cilium_access == CiliumAccess::ReadOnly
+    }
+}
+
 /// Where to listen.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Endpoints")]
@@ -317,6 +323,7 @@ impl RunArguments {
         Options {
             sizes: Sizes::from(&self.sizes),
             unmarked_drain: self.policy.unmarked_drain,
+            read_only: self.policy.read_only(),
             ..Options::from(&self.node)
         }
     }
@@ -376,7 +383,7 @@ fn settings(node: &NodeArguments, policy: &PolicyArguments) -> Settings {
         fou_port: node.fou_port,
         default_mode: policy.default_mode.into(),
         not_ready_after: policy.not_ready_after,
-        read_only: policy.cilium_access == CiliumAccess::ReadOnly,
+        read_only: policy.read_only(),
     }
 }
 

@@ -33,21 +33,24 @@ const AFTER_FAILURE: Duration = Duration::from_secs(1);
 pub(crate) enum Core {
     /// The program that guards.
     Guard,
+    /// The same without what writes to Cilium's maps: by a constant it is dead code, which the kernel's verifier leaves out.
+    ReadOnly,
 }
 
 impl Core {
     /// All of them.
-    pub(crate) const ALL: [Self; 1] = [Self::Guard];
+    pub(crate) const ALL: [Self; 2] = [Self::Guard, Self::ReadOnly];
 
     /// The one that a pod's packets need.
-    pub(crate) fn of(_pod: &ClientPod) -> Self {
-        Self::Guard
+    pub(crate) fn of(pod: &ClientPod) -> Self {
+        if pod.read_only { Self::ReadOnly } else { Self::Guard }
     }
 
     /// Its place in the array, which stands in stubs and records.
     pub(crate) fn slot(self) -> u8 {
         match self {
             Self::Guard => core_slot::GUARD,
+            Self::ReadOnly => core_slot::READ_ONLY,
         }
     }
 
@@ -60,6 +63,7 @@ impl Core {
     pub(crate) fn label(self) -> &'static str {
         match self {
             Self::Guard => "guard",
+            Self::ReadOnly => "read-only",
         }
     }
 }
@@ -181,7 +185,11 @@ impl Cores {
             pins.own(layout, name)?;
         }
         pins.bound(binding);
-        let mut ebpf = pins.load(&mut new_loader(), program::OBJECT)?;
+        let mut loader = new_loader();
+        if core == Core::ReadOnly {
+            loader.override_global(abi::READ_ONLY, &1u32, true);
+        }
+        let mut ebpf = pins.load(&mut loader, program::OBJECT)?;
         let program = load_program(&mut ebpf, abi::CORE_PROGRAM)?;
         let id = program.info().map_err(load_error)?.id();
         let fd = program.fd().map_err(load_error)?;

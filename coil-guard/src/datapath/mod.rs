@@ -36,7 +36,7 @@ mod replies;
 mod report;
 mod snapshot;
 mod stub;
-mod sys;
+pub(crate) mod sys;
 mod tables;
 mod worker;
 

@@ -78,6 +78,8 @@ pub struct Options {
     pub sizes: Sizes,
     /// How long a backend that left by Cilium's state alone is drained, 5 s by default.
     pub unmarked_drain: Duration,
+    /// Nothing may write to Cilium's maps: the program that could is never loaded.
+    pub read_only: bool,
 }
 
 impl Default for Options {
@@ -90,6 +92,7 @@ impl Default for Options {
             attach: AttachKind::Auto,
             sizes: Sizes::default(),
             unmarked_drain: Duration::from_secs(5),
+            read_only: false,
         }
     }
 }

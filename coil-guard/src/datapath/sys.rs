@@ -1,4 +1,5 @@
-//! What bpf(2) offers and the library does not: two commands on pinned links, and reading a program array.
+//! What bpf(2) offers and the library does not: two commands on pinned links, opening a map to read it alone, and
+//! reading a program array.
 
 use std::{
     ffi::CString,
@@ -11,7 +12,7 @@ use std::{
 };
 
 use aya_obj::generated::{
-    bpf_attr,
+    BPF_F_RDONLY, bpf_attr,
     bpf_cmd::{self, BPF_LINK_DETACH, BPF_MAP_LOOKUP_ELEM, BPF_OBJ_GET, BPF_OBJ_GET_INFO_BY_FD},
     bpf_link_info,
 };
@@ -67,11 +68,21 @@ pub(crate) fn program_at(array: BorrowedFd<'_>, index: u32) -> io::Result<Option
     }
 }
 
+/// Opens a pinned object so that this process can only read it.
+pub(crate) fn open_read_only(path: &Path) -> io::Result<Option<OwnedFd>> {
+    open_with(path, BPF_F_RDONLY)
+}
+
 fn open(path: &Path) -> io::Result<Option<OwnedFd>> {
+    open_with(path, 0)
+}
+
+fn open_with(path: &Path, flags: u32) -> io::Result<Option<OwnedFd>> {
     let path = CString::new(path.as_os_str().as_bytes())?;
     // SAFETY: all zeros is a valid value of this union.
     let mut attr: bpf_attr = unsafe { mem::zeroed() };
     attr.__bindgen_anon_4.pathname = path.as_ptr() as u64;
+    attr.__bindgen_anon_4.file_flags = flags;
     match call(BPF_OBJ_GET, &mut attr) {
         // SAFETY: the kernel just made this descriptor for us.
         Ok(fd) => Ok(Some(unsafe { OwnedFd::from_raw_fd(fd) })),

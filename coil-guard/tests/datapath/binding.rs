@@ -1,6 +1,6 @@
 //! Cilium's maps: refusing what is not known, doing without what is absent, following what changes.
 
-use aya::maps::MapType;
+use aya::maps::{HashMap, Map, MapData, MapError, MapType};
 use coil_guard::{
     cilium::{CiliumError, CiliumMaps, SPECS4, SPECS6},
     datapath::{AttachKind, BoundMap, Report},
@@ -70,6 +70,22 @@ fn each_map_of_another_layout_is_refused_by_name() {
             }
         }
     }
+}
+
+#[test]
+fn descriptors_of_ciliums_maps_can_only_read() {
+    if !can_run() {
+        return;
+    }
+    let node = Node::new(AttachKind::Auto);
+    node.cilium4();
+    let maps = CiliumMaps::open(&node.options.cilium_directory).unwrap();
+    let backends = maps.maps.into_iter().find(|open| open.spec.pin_name == "cilium_lb4_backends_v3").unwrap();
+    let map = Map::from_map_data(backends.map.unwrap().0).unwrap();
+    let mut map: HashMap<MapData, u32, [u8; 12]> = HashMap::try_from(map).unwrap();
+    assert!(matches!(map.get(&1, 0), Err(MapError::KeyNotFound)));
+    let error = map.insert(1, [0; 12], 0).unwrap_err();
+    assert!(format!("{error:?}").contains("PermissionDenied"), "{error:?}");
 }
 
 #[test]

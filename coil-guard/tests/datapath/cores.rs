@@ -74,6 +74,50 @@ fn a_core_that_somebody_took_away_is_loaded_anew() {
     eventually("the core to be back", || core_of(&node).map(drop).ok_or(()));
 }
 
+fn cores(node: &Node) -> (Vec<&'static str>, &'static str) {
+    let snapshot = Snapshot::read(&node.options.pin_directory).expect("a snapshot");
+    (snapshot.cores.keys().copied().collect(), snapshot.pods["a"].core)
+}
+
+#[test]
+fn pods_for_which_nothing_is_written_go_on_in_the_core_that_cannot() {
+    if !can_run() {
+        return;
+    }
+    let node = Node::new(AttachKind::Auto);
+    node.cilium4();
+    let _pod = node.pod("a", &[POD]);
+    let mut agent = node.open();
+    agent.apply(&desired(Mode::Rewrite, &[("a", &[POD])]));
+    assert_eq!(wait_attached(&mut agent, "a"), How::Fresh);
+    assert_eq!(cores(&node), (vec!["read-only"], "read-only"));
+    agent.apply(&desired(Mode::Reset, &[("a", &[POD])]));
+    assert_eq!(wait_attached(&mut agent, "a"), How::Replaced);
+    assert_eq!(cores(&node).1, "guard");
+    agent.apply(&desired(Mode::Audit, &[("a", &[POD])]));
+    assert_eq!(wait_attached(&mut agent, "a"), How::Replaced);
+    assert_eq!(cores(&node).1, "read-only");
+}
+
+#[test]
+fn where_nothing_may_write_the_core_that_can_goes_at_once() {
+    if !can_run() {
+        return;
+    }
+    let mut node = Node::new(AttachKind::Auto);
+    node.cilium4();
+    let _pod = node.pod("a", &[POD]);
+    let mut agent = node.open();
+    agent.apply(&desired(Mode::Reset, &[("a", &[POD])]));
+    wait_attached(&mut agent, "a");
+    drop(agent);
+    node.options.read_only = true;
+    let mut agent = node.open();
+    agent.apply(&desired(Mode::Rewrite, &[("a", &[POD])]));
+    assert_eq!(wait_attached(&mut agent, "a"), How::Replaced);
+    assert_eq!(cores(&node), (vec!["read-only"], "read-only"));
+}
+
 /// As it is for the new agent of an upgrade: the directory of the version before holds links, programs and maps.
 #[test]
 fn a_former_layout_guards_until_this_one_does_and_is_removed() {

@@ -55,6 +55,8 @@ pub struct MapOptions {
     pub families: Vec<IpFamily>,
     /// Whether the affinity and match maps exist (agents up to 1.18 without session affinity have none).
     pub affinity: bool,
+    /// No program may write to any of them: the verifier refuses one that would. Cilium's own are not like that.
+    pub sealed: bool,
     /// Capacity of the conntrack maps.
     pub conntrack_entries: u32,
     /// Capacity of the others.
@@ -69,6 +71,7 @@ impl MapOptions {
             version,
             families: vec![IpFamily::V4, IpFamily::V6],
             affinity: true,
+            sealed: false,
             conntrack_entries: 65_536,
             service_entries: 65_536,
         }
@@ -109,6 +112,9 @@ impl MapOptions {
         }
         if self.affinity {
             shapes.insert(AFFINITY_MATCH, hash(8, 1, read_only));
+        }
+        if self.sealed {
+            shapes.values_mut().for_each(|shape| shape.flags |= READ_ONLY_FOR_PROGRAMS);
         }
         shapes
     }

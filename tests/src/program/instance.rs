@@ -16,8 +16,8 @@ use coil_guard_common::{
     abi::{
         AgentState, BackendMark, CORE_PROGRAM, ClientServiceKey, DrainStats, EgressCounters, Event,
         FragmentKey, FragmentPorts, GuardedService, InnerFlow, InnerFlowKey, LeavingKey, LeavingSeen,
-        POD_CONFIG, PROGRAM, PinnedPort, PinnedPortKey, PodConfig, Previous, ReportKey, ServiceKey,
-        core_slot, maps,
+        POD_CONFIG, PROGRAM, PinnedPort, PinnedPortKey, PodConfig, Previous, READ_ONLY, ReportKey,
+        ServiceKey, core_slot, maps,
     },
     cilium::{AFFINITY_MATCH, MAPS4, MAPS6},
     counters::Reason,
@@ -128,7 +128,33 @@ impl Instance {
         config: &PodConfig,
         sizes: Sizes,
     ) -> Result<Self> {
-        let cilium = CiliumMaps::create(directory, MapOptions::new(version))?;
+        Self::load_over(object, directory, MapOptions::new(version), config, sizes, false)
+    }
+
+    /// Loads the core as the agent does, or the one that only reads Cilium's maps, over maps of these options.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::load`].
+    pub fn load_core(
+        directory: &Path,
+        maps: MapOptions,
+        config: &PodConfig,
+        read_only: bool,
+    ) -> Result<Self> {
+        let object = coil_guard::datapath::OBJECT;
+        Self::load_over(object, directory, maps, config, Sizes::default(), read_only)
+    }
+
+    fn load_over(
+        object: &[u8],
+        directory: &Path,
+        options: MapOptions,
+        config: &PodConfig,
+        sizes: Sizes,
+        read_only: bool,
+    ) -> Result<Self> {
+        let cilium = CiliumMaps::create(directory, options)?;
         ensure!(
             !object.is_empty(),
             "this build has no eBPF program: run `cargo xtask setup`, then build again"
@@ -136,6 +162,9 @@ impl Instance {
         let began = processor_time();
         let mut loader = EbpfLoader::new();
         loader.btf(None).verifier_log_level(VerifierLogLevel::STATS);
+        if read_only {
+            loader.override_global(READ_ONLY, &1u32, true);
+        }
         for name in maps::ALL {
             match name {
                 maps::AGENT | maps::COUNTERS | maps::CORES => {}

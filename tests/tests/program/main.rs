@@ -6,6 +6,7 @@ mod flows;
 mod hostile;
 mod load;
 mod pods;
+mod read_only;
 mod reasons;
 mod replies;
 mod reset;

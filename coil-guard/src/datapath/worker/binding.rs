@@ -57,7 +57,9 @@ impl Worker {
         };
         let attached =
             self.pods.values().filter_map(|pod| pod.attached.as_ref().map(|attached| attached.core));
-        let needed: BTreeSet<_> = wanted.pods.values().map(Core::of).chain(attached).collect();
+        let allowed = |core: &Core| !self.options.read_only || *core == Core::ReadOnly;
+        let needed: BTreeSet<_> =
+            wanted.pods.values().map(Core::of).chain(attached).filter(allowed).collect();
         let mut failures = Vec::new();
         for core in Core::ALL {
             let needed = needed.contains(&core);
