@@ -68,6 +68,12 @@ impl World for One {
     fn pin(&mut self) -> Option<PinnedPort> {
         unreachable!()
     }
+    fn is_returning(&mut self) -> bool {
+        unreachable!()
+    }
+    fn note_return(&mut self, _: [u8; 2]) -> bool {
+        unreachable!()
+    }
     fn set_pin(&mut self, _: &PinnedPort) -> bool {
         unreachable!()
     }

@@ -11,7 +11,7 @@ use coil_guard_common::{
     abi::{
         AgentState, BackendMark, ClientServiceKey, DrainStats, EgressCounters, FragmentKey, FragmentPorts,
         GuardedService, InnerFlow, InnerFlowKey, LeavingKey, LeavingSeen, PinnedPort, PinnedPortKey,
-        Previous, ReportKey, ServiceKey,
+        Previous, ReportKey, Return, ReturnKey, Returning, ServiceKey,
     },
     cilium::{
         Affinity, AffinityKey4, AffinityKey6, AffinityMatchKey, Backend4, Backend6, CtEntry, CtKey4, CtKey6,
@@ -39,6 +39,10 @@ pub(crate) static FRAGMENTS: LruHashMap<FragmentKey, FragmentPorts> = LruHashMap
 pub(crate) static PREVIOUS: LruHashMap<ClientServiceKey, Previous> = LruHashMap::with_max_entries(1, 0);
 #[map]
 pub(crate) static PINNED_PORTS: LruHashMap<PinnedPortKey, PinnedPort> = LruHashMap::with_max_entries(1, 0);
+#[map]
+pub(crate) static RETURNING: HashMap<[u8; 16], Returning> = HashMap::with_max_entries(1, BPF_F_NO_PREALLOC);
+#[map]
+pub(crate) static RETURNS: LruHashMap<ReturnKey, Return> = LruHashMap::with_max_entries(1, 0);
 #[map]
 pub(crate) static LEAVING: LruHashMap<LeavingKey, LeavingSeen> = LruHashMap::with_max_entries(1, 0);
 #[map]

@@ -4,7 +4,7 @@ use aya_ebpf::{macros::map, maps::PerCpuArray};
 use coil_guard_common::{
     abi::{
         ClientServiceKey, DrainStats, FragmentKey, FragmentPorts, InnerFlow, InnerFlowKey, LeavingKey,
-        LeavingSeen, PinnedPort, PinnedPortKey, Previous, ReportKey, ServiceKey,
+        LeavingSeen, PinnedPort, PinnedPortKey, Previous, ReportKey, Return, ReturnKey, ServiceKey,
     },
     cilium::{
         AffinityKey4, AffinityKey6, AffinityMatchKey, CtEntry, CtKey4, CtKey6, ServiceKey4, ServiceKey6,
@@ -45,6 +45,8 @@ pub(crate) struct Scratch {
     pub(crate) pinned_port: PinnedPortKey,
     pub(crate) new_pin: PinnedPort,
     pub(crate) affinity_match: AffinityMatchKey,
+    pub(crate) given: ReturnKey,
+    pub(crate) given_for: Return,
     pub(crate) ports: FragmentPorts,
     pub(crate) flow_packet: FlowPacket,
     pub(crate) mode: u8,

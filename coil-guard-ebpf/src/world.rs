@@ -388,6 +388,22 @@ impl<F: Family> World for ClientWorld<F> {
     }
 
     #[inline(always)]
+    fn is_returning(&mut self) -> bool {
+        self.scratch.given.client = self.outer().source.mapped();
+        let generation = self.scratch.generation;
+        copy!(maps::RETURNING, &self.scratch.given.client)
+            .is_some_and(|returning| returning.generation == generation)
+    }
+
+    #[inline(never)]
+    fn note_return(&mut self, port: [u8; 2]) -> bool {
+        self.scratch.given.port = port;
+        self.scratch.given_for.service = self.scratch.service.address;
+        self.scratch.given_for.generation = self.scratch.generation;
+        maps::RETURNS.insert(&self.scratch.given, &self.scratch.given_for, 0).is_ok()
+    }
+
+    #[inline(always)]
     fn is_port_good(&mut self, port: [u8; 2], state: &mut State) -> bool {
         F::is_port_good(port, state)
     }

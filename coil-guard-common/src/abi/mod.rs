@@ -51,7 +51,7 @@ pub mod maps {
     pub const CORES: &str = "CORES";
 
     /// All of them that programs use, pinned.
-    pub const ALL: [&str; 15] = [
+    pub const ALL: [&str; 19] = [
         GUARDED_SERVICES,
         BACKEND_MARKS,
         AGENT,
@@ -67,6 +67,10 @@ pub mod maps {
         EVENTS,
         CLIENT,
         CORES,
+        ANSWERS,
+        RETURNS,
+        RETURNING,
+        REPLY_COUNTERS,
     ];
 }
 
@@ -88,6 +92,12 @@ pub mod core_slot {
     pub const GUARD: u8 = 0;
     /// The same, loaded with [`super::READ_ONLY`]: it cannot write to Cilium's maps.
     pub const READ_ONLY: u8 = 1;
+    /// [`super::reply_program::LEARN`].
+    pub const LEARN: u8 = 4;
+    /// [`super::reply_program::ANSWER`].
+    pub const ANSWER: u8 = 5;
+    /// [`super::reply_program::RETURN`].
+    pub const RETURN: u8 = 6;
 }
 
 macro_rules! shared {

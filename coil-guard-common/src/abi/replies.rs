@@ -77,33 +77,12 @@ shared! {
     }
 }
 
-/// Names of the programs for replies, in their object.
+/// Names of the cores for replies, in their object and in the kernel.
 pub mod reply_program {
     /// Ingress of an egress pod: learns at which ports its clients want replies.
-    pub const LEARN: &str = "coil_guard_learn";
+    pub const LEARN: &str = "coil_learn";
     /// Egress of an egress pod: sends replies there.
-    pub const ANSWER: &str = "coil_guard_answer";
+    pub const ANSWER: &str = "coil_answer";
     /// Ingress of a client pod: turns the port of replies back to the FoU port.
-    pub const RETURN: &str = "coil_guard_return";
-}
-
-/// Name of the constant in their object that holds the [`ReplyConfig`] of an instance.
-pub const REPLY_CONFIG: &str = "REPLY_CONFIG";
-
-shared! {
-    /// Constants of one instance of the programs for replies.
-    ReplyConfig, 32 {
-        /// The pod's IPv6 address.
-        address6: [u8; 16],
-        /// The pod's IPv4 address.
-        address4: [u8; 4],
-        /// `POD_HAS_IPV4`, `POD_HAS_IPV6`.
-        flags: u32,
-        /// Of the pod, as in `PodConfig`.
-        generation: u32,
-        /// Network order.
-        fou_port: [u8; 2],
-        /// Zero.
-        pad: [u8; 2],
-    }
+    pub const RETURN: &str = "coil_return";
 }

@@ -157,6 +157,10 @@ pub trait World {
     fn pin(&mut self) -> Option<PinnedPort>;
     /// Stores that record; its generation is filled in. Whether it is stored.
     fn set_pin(&mut self, pin: &PinnedPort) -> bool;
+    /// Whether replies to ports that the client is given are turned back.
+    fn is_returning(&mut self) -> bool;
+    /// Notes that the client is given a port at which it is to have replies. Whether it is noted.
+    fn note_return(&mut self, port: [u8; 2]) -> bool;
     /// [`is_port_good`], as [`Self::select`].
     #[inline(always)]
     fn is_port_good(&mut self, port: [u8; 2], state: &mut State) -> bool

@@ -3,7 +3,9 @@
 
 use super::{State, Unmarked, World, put::read};
 use crate::{
-    abi::{PIN_UNSEEN, PinnedPort, REWRITE_PORT_FIRST, REWRITE_PORTS, event, is_rewrite_port},
+    abi::{
+        PIN_UNSEEN, PinnedPort, RETURN_PORT_FIRST, REWRITE_PORT_FIRST, REWRITE_PORTS, event, is_rewrite_port,
+    },
     counters::Reason,
 };
 
@@ -169,21 +171,28 @@ fn turn(pin: &mut PinnedPort, now: u64) -> Turn {
     Turn::Try
 }
 
-/// Gives the flow the next port of the range under which Cilium has no entry, or one that leads to a usable backend.
+/// Gives the flow the next port of its range under which Cilium has no entry, or one that leads to a usable backend. Which
+/// half of the ports it is tells the egress pod's node whether the client can have replies there; those of an Egress with
+/// `fouSourcePortAuto` come from ports of their own, whatever theirs is.
 #[inline(always)]
 fn give_port(world: &mut impl World, state: &mut State) {
     state.pin.tries += 1;
+    state.symmetric = u32::from(state.port == world.fou_port() && world.is_returning());
+    let first = REWRITE_PORT_FIRST + (state.symmetric * HALF) as u16;
     let start = match state.pin.given_at {
         // Clients, and flows with a port of their own, begin at different ports.
         0 => world.spread(true),
-        _ => u32::from(u16::from_be_bytes(state.pin.port).wrapping_sub(REWRITE_PORT_FIRST)) + 1,
+        _ => u32::from(u16::from_be_bytes(state.pin.port).wrapping_sub(first)) + 1,
     };
-    let start = start % RANGE + u32::from(state.pin.skips) * u32::from(PORT_PROBES);
+    let start = start % HALF + u32::from(state.pin.skips) * u32::from(PORT_PROBES);
     let mut step = 0;
     while step < u32::from(PORT_PROBES) {
-        let port = (REWRITE_PORT_FIRST + ((start + step) % RANGE) as u16).to_be_bytes();
+        let port = (first + ((start + step) % HALF) as u16).to_be_bytes();
         step += 1;
         if world.is_port_good(port, state) {
+            if state.symmetric != 0 && !world.note_return(port) {
+                break;
+            }
             state.pin.port = port;
             state.pin.skips = 0;
             state.pin.flags = PIN_UNSEEN;
@@ -197,7 +206,8 @@ fn give_port(world: &mut impl World, state: &mut State) {
     state.pin.skips = state.pin.skips.wrapping_add(1);
 }
 
-const RANGE: u32 = REWRITE_PORTS as u32;
+const HALF: u32 = REWRITE_PORTS as u32 / 2;
+const _: () = assert!(REWRITE_PORT_FIRST as u32 + HALF == RETURN_PORT_FIRST as u32);
 
 /// Whether a flow that is given `port` leaves: there is no entry under it that Cilium would follow, be it expired or not,
 /// or one that leads to a usable backend.

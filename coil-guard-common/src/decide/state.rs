@@ -109,6 +109,8 @@ pub struct State {
     pub(super) all_present: bool,
     /// Look no further than the first usable backend.
     pub(super) first_only: bool,
+    /// 1 when the flow is given a port at which its client has replies, else 0.
+    pub(super) symmetric: u32,
 }
 
 impl State {
@@ -148,6 +150,7 @@ impl State {
             all_usable: false,
             all_present: false,
             first_only: false,
+            symmetric: 0,
         }
     }
 

@@ -5,7 +5,7 @@
 use coil_guard_common::{
     abi::{
         BackendMark, FLOW_DRAINED, FLOW_ENDED, FOR_EVER, InnerFlow, PIN_UNSEEN, PinnedPort, Previous,
-        is_rewrite_port, mode,
+        is_return_port, is_rewrite_port, mode,
     },
     counters::Reason,
     decide::{
@@ -184,6 +184,14 @@ impl World for Bytes<'_> {
     fn set_pin(&mut self, pin: &PinnedPort) -> bool {
         assert_eq!(self.mode, mode::REWRITE);
         assert!(pin.given_at == 0 || is_rewrite_port(pin.port), "{pin:?}");
+        self.call() & 7 != 0
+    }
+    fn is_returning(&mut self) -> bool {
+        assert_eq!(self.mode, mode::REWRITE);
+        self.call() & 1 == 0
+    }
+    fn note_return(&mut self, port: [u8; 2]) -> bool {
+        assert!(is_return_port(port), "{port:?}");
         self.call() & 7 != 0
     }
     fn set_previous(&mut self, _: u32, _: u64) {

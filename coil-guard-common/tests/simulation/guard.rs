@@ -214,6 +214,14 @@ impl World for Pass<'_> {
         self.sim.own.pins.insert((self.packet.client, self.packet.port), pin);
         true
     }
+    fn is_returning(&mut self) -> bool {
+        self.meanwhile();
+        self.sim.own.returns.is_returning(self.packet.client)
+    }
+    fn note_return(&mut self, port: [u8; 2]) -> bool {
+        self.meanwhile();
+        self.sim.own.returns.note(self.packet.client, port)
+    }
     fn count_drain(&mut self, address: &[u8; 16], change: DrainChange) {
         self.sim.own.count(address, change);
     }

@@ -1,6 +1,6 @@
 //! The guard's own maps.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use coil_guard_common::{
     abi::{FLOW_DRAINED, FLOW_ENDED, InnerFlow, LeavingSeen, PinnedPort, Previous},
@@ -32,6 +32,31 @@ pub(crate) struct Own {
     /// Drained flows that fell out of the memory, by address: they stay counted.
     pub(crate) forgotten: BTreeMap<[u8; 16], i64>,
     pub(crate) memory_since: u64,
+    pub(crate) returns: Returns,
+}
+
+/// Symmetric replies of mode rewrite.
+#[derive(Debug, Default)]
+pub(crate) struct Returns {
+    /// Client and port.
+    noted: BTreeSet<(u8, [u8; 2])>,
+}
+
+impl Returns {
+    /// Of every other client.
+    #[expect(clippy::unused_self, reason = "as a map would be asked")]
+    pub(crate) fn is_returning(&self, client: u8) -> bool {
+        client % 2 == 1
+    }
+
+    pub(crate) fn note(&mut self, client: u8, port: [u8; 2]) -> bool {
+        self.noted.insert((client, port));
+        true
+    }
+
+    pub(crate) fn is_noted(&self, client: u8, port: u16) -> bool {
+        self.noted.contains(&(client, port.to_be_bytes()))
+    }
 }
 
 impl Own {

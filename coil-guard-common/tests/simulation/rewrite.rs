@@ -1,14 +1,14 @@
 //! What must hold of mode `rewrite`.
 
 use coil_guard_common::{
-    abi::REWRITE_PORT_FIRST,
+    abi::{RETURN_PORT_FIRST, REWRITE_PORT_FIRST},
     counters::Reason,
     decide::{Outcome, PORT_PROBES, PORT_TRIES, is_reserved_port},
 };
 
 use super::{
     cilium::{Fate, REV_NAT},
-    sim::{Packet, Sim},
+    sim::{FOU_PORT, Packet, Sim},
 };
 
 impl Sim {
@@ -74,6 +74,12 @@ impl Sim {
             ));
         }
         if outcome.reason == Reason::NewPort {
+            // Which half the port is of tells the other side whether replies can be had there.
+            let symmetric = packet.port == FOU_PORT && self.own.returns.is_returning(packet.client);
+            let noted = self.own.returns.is_noted(packet.client, packet.sent_port);
+            if symmetric != (packet.sent_port >= RETURN_PORT_FIRST) || symmetric && !noted {
+                self.fail(format!("{} was given, noted {noted}, symmetric {symmetric}", packet.sent_port));
+            }
             let good = match &after {
                 Fate::Dropped => false,
                 Fate::Pinned(to) => self.verdict(*to).keeps,

@@ -1,5 +1,5 @@
-//! The programs for symmetric replies of mode `rewrite`, inside the pods' namespaces on the interface that holds a pod's
-//! address: two on an egress pod and one on a client pod.
+//! The cores for symmetric replies of mode `rewrite`, reached by stubs inside the pods' namespaces on the interface that holds
+//! a pod's address: two on an egress pod and one on a client pod.
 //!
 //! ```text
 //! client pod                                                            egress pod
@@ -12,15 +12,17 @@
 #![no_main]
 #![expect(clippy::needless_pass_by_value, reason = "the entry points take what the classifier macro gives")]
 
-mod constants;
+#[path = "../config.rs"]
+#[expect(dead_code, reason = "shared with the client's core, which needs more of it")]
+mod config;
 mod maps;
 #[path = "../skb.rs"]
-#[expect(dead_code, reason = "shared with the client's program, which needs more of it")]
+#[expect(dead_code, reason = "shared with the client's core, which needs more of it")]
 mod skb;
 
 use core::mem::offset_of;
 
-use aya_ebpf::{helpers::generated::bpf_ktime_get_coarse_ns, macros::classifier, programs::TcContext};
+use aya_ebpf::{macros::classifier, programs::TcContext};
 use coil_guard_common::{
     abi::{Answer, AnswerKey, ReturnKey},
     checksum::{self, Sum},
@@ -32,7 +34,7 @@ use coil_guard_common::{
 use network_types::udp::UdpHdr;
 
 use crate::{
-    constants::Config,
+    config::{Client, now},
     skb::{LinearPacket, Packet},
 };
 
@@ -43,39 +45,39 @@ const COARSE: u64 = 1_000_000_000;
 
 /// Ingress of an egress pod.
 #[classifier]
-pub(crate) fn coil_guard_learn(context: TcContext) -> i32 {
+pub(crate) fn coil_learn(context: TcContext) -> i32 {
     each_packet::<Learn>(&Packet::new(&context))
 }
 
 /// Egress of an egress pod.
 #[classifier]
-pub(crate) fn coil_guard_answer(context: TcContext) -> i32 {
+pub(crate) fn coil_answer(context: TcContext) -> i32 {
     each_packet::<Reply>(&Packet::new(&context))
 }
 
 /// Ingress of a client pod.
 #[classifier]
-pub(crate) fn coil_guard_return(context: TcContext) -> i32 {
+pub(crate) fn coil_return(context: TcContext) -> i32 {
     each_packet::<GiveBack>(&Packet::new(&context))
 }
 
 /// What one of the programs does with a UDP packet. Most packets are none of tunnels, and are known by their ports.
 trait Task {
-    fn concerns(source_port: [u8; 2], destination_port: [u8; 2]) -> bool;
+    fn concerns(source_port: [u8; 2], destination_port: [u8; 2], fou_port: [u8; 2]) -> bool;
     /// Does its work, and gives the port that the packet is to be sent to instead.
-    fn work<A: Family>(outer: &Outer<A>) -> Option<[u8; 2]>;
+    fn work<A: Family>(pod: Client, outer: &Outer<A>) -> Option<[u8; 2]>;
 }
 
 /// An address family.
 trait Family: Address {
-    fn is_own(self) -> bool;
+    fn is_of(self, pod: Client) -> bool;
     fn add(self, sum: Sum) -> Sum;
 }
 
 impl Family for [u8; 4] {
     #[inline(always)]
-    fn is_own(self) -> bool {
-        Config::is_address4(self)
+    fn is_of(self, pod: Client) -> bool {
+        pod.is_address4(self)
     }
     #[inline(always)]
     fn add(self, sum: Sum) -> Sum {
@@ -85,8 +87,8 @@ impl Family for [u8; 4] {
 
 impl Family for [u8; 16] {
     #[inline(always)]
-    fn is_own(self) -> bool {
-        Config::is_address6(self)
+    fn is_of(self, pod: Client) -> bool {
+        pod.is_address6(self)
     }
     #[inline(always)]
     fn add(self, sum: Sum) -> Sum {
@@ -147,8 +149,9 @@ fn parse_anywhere(packet: &Packet<'_>) -> Parsed {
 
 #[inline(always)]
 fn known<T: Task, A: Family>(packet: &Packet<'_>, outer: &Outer<A>) {
-    if T::concerns(outer.source_port, outer.destination_port)
-        && let Some(port) = T::work(outer)
+    let Some(pod) = Client::get() else { return };
+    if T::concerns(outer.source_port, outer.destination_port, pod.fou_port())
+        && let Some(port) = T::work(pod, outer)
     {
         redirect(packet, outer, port);
     }
@@ -175,28 +178,21 @@ fn update_checksum<A: Family>(packet: &Packet<'_>, outer: &Outer<A>, header: &Ud
     0
 }
 
-/// CLOCK_MONOTONIC, ns, as of the last tick of the kernel's timer.
-#[inline(always)]
-fn now() -> u64 {
-    // SAFETY: the helper has no preconditions.
-    unsafe { bpf_ktime_get_coarse_ns() }
-}
-
 struct Learn;
 
 impl Task for Learn {
     #[inline(always)]
-    fn concerns(_source_port: [u8; 2], destination_port: [u8; 2]) -> bool {
-        destination_port == Config::fou_port()
+    fn concerns(_source_port: [u8; 2], destination_port: [u8; 2], fou_port: [u8; 2]) -> bool {
+        destination_port == fou_port
     }
 
     #[inline(always)]
-    fn work<A: Family>(outer: &Outer<A>) -> Option<[u8; 2]> {
-        if !outer.destination.is_own() {
+    fn work<A: Family>(pod: Client, outer: &Outer<A>) -> Option<[u8; 2]> {
+        if !outer.destination.is_of(pod) {
             return None;
         }
         let key = AnswerKey { egress_pod: outer.destination.mapped(), client: outer.source.mapped() };
-        match replies::heard(outer.source_port, outer.destination_port, Config::fou_port()) {
+        match replies::heard(outer.source_port, outer.destination_port, pod.fou_port()) {
             Heard::Port => learn(&key, outer.source_port),
             Heard::FouPort => maps::forget(&key),
             Heard::Nothing => {}
@@ -224,13 +220,13 @@ struct Reply;
 
 impl Task for Reply {
     #[inline(always)]
-    fn concerns(source_port: [u8; 2], destination_port: [u8; 2]) -> bool {
-        replies::is_answer(source_port, destination_port, Config::fou_port())
+    fn concerns(source_port: [u8; 2], destination_port: [u8; 2], fou_port: [u8; 2]) -> bool {
+        replies::is_answer(source_port, destination_port, fou_port)
     }
 
     #[inline(always)]
-    fn work<A: Family>(outer: &Outer<A>) -> Option<[u8; 2]> {
-        if !outer.source.is_own() {
+    fn work<A: Family>(pod: Client, outer: &Outer<A>) -> Option<[u8; 2]> {
+        if !outer.source.is_of(pod) {
             return None;
         }
         let key = AnswerKey { egress_pod: outer.source.mapped(), client: outer.destination.mapped() };
@@ -244,23 +240,23 @@ struct GiveBack;
 
 impl Task for GiveBack {
     #[inline(always)]
-    fn concerns(source_port: [u8; 2], destination_port: [u8; 2]) -> bool {
-        replies::may_be_returned(source_port, destination_port, Config::fou_port())
+    fn concerns(source_port: [u8; 2], destination_port: [u8; 2], fou_port: [u8; 2]) -> bool {
+        replies::may_be_returned(source_port, destination_port, fou_port)
     }
 
     #[inline(always)]
-    fn work<A: Family>(outer: &Outer<A>) -> Option<[u8; 2]> {
-        if !outer.destination.is_own() {
+    fn work<A: Family>(pod: Client, outer: &Outer<A>) -> Option<[u8; 2]> {
+        if !outer.destination.is_of(pod) {
             return None;
         }
         let key = ReturnKey { client: outer.destination.mapped(), port: outer.destination_port, pad: [0; 2] };
         let source = outer.source.mapped();
         let returned = maps::given(&key).is_some_and(|given| {
-            replies::is_returned(&given, Config::generation(), &source, || maps::is_backend(&source))
+            replies::is_returned(&given, pod.generation(), &source, || maps::is_backend(&source))
         });
         if returned {
             maps::count(ReplyCount::Returned);
-            return Some(Config::fou_port());
+            return Some(pod.fou_port());
         }
         maps::count(ReplyCount::NotReturned);
         None

@@ -74,7 +74,6 @@ fn judge(desired: &Desired, probe: &Probe, packets: &BTreeMap<EgressName, u64>) 
         findings.push(per_packet(&name, found.entries, sent));
         if service.mode == Mode::Rewrite {
             findings.push(rewrite(&name, found.affinity, probe.affinity_match));
-            findings.push(replies(&name));
         }
     }
     findings.extend(affinity(probe));
@@ -141,17 +140,6 @@ fn rewrite(name: &str, affinity: bool, leaving: AffinityMatch) -> Finding {
             action,
         ),
     }
-}
-
-fn replies(name: &str) -> Finding {
-    Finding::good(
-        "rewrite_replies",
-        format!(
-            "flows of {name} that were given a port get replies with the egress pod's own address as source: that needs Coil \
-             2.4.0 or later, and a NetworkPolicy of the client pods has to let UDP to the FoU port in from the egress pods"
-        ),
-        "Cilium translates replies only where they come to the port that the packet was sent from.",
-    )
 }
 
 fn affinity(probe: &Probe) -> Option<Finding> {

@@ -6,6 +6,7 @@ mod api;
 mod cilium;
 mod finding;
 mod node;
+mod replies;
 
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -42,14 +43,15 @@ impl Check {
         let (found, desired) = api::check(self).await;
         findings.extend(found);
         if let Some(desired) = desired {
-            findings.extend(cilium::services(&self.datapath.cilium_directory, &desired, &self.packets()));
+            let snapshot = Snapshot::read(&self.datapath.pin_directory).unwrap_or_default();
+            findings.extend(cilium::services(&self.datapath.cilium_directory, &desired, &packets(&snapshot)));
+            findings.extend(replies::check(&desired, &snapshot.replies));
         }
         Findings { findings }
     }
+}
 
-    /// FoU packets counted so far, by Egress; none where nothing is guarded yet.
-    fn packets(&self) -> BTreeMap<EgressName, u64> {
-        let snapshot = Snapshot::read(&self.datapath.pin_directory).unwrap_or_default();
-        snapshot.egresses.into_iter().map(|(name, counters)| (name, counters.packets)).collect()
-    }
+/// FoU packets counted so far, by Egress; none where nothing is guarded yet.
+fn packets(snapshot: &Snapshot) -> BTreeMap<EgressName, u64> {
+    snapshot.egresses.iter().map(|(name, counters)| (name.clone(), counters.packets)).collect()
 }

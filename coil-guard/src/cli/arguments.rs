@@ -268,6 +268,12 @@ pub(crate) struct SizeArguments {
     /// Flows that were given another source port in mode rewrite; with fouSourcePortAuto each inner flow is one
     #[arg(long, env = "COIL_GUARD_MAP_PINNED_PORTS", value_name = "ENTRIES", default_value_t = Sizes::default().pinned_ports, value_parser = entries)]
     map_pinned_ports: u32,
+    /// Ports given in mode rewrite to clients that can have replies there
+    #[arg(long, env = "COIL_GUARD_MAP_RETURNS", value_name = "ENTRIES", default_value_t = Sizes::default().returns, value_parser = entries)]
+    map_returns: u32,
+    /// Clients of this node's egress pods that are sent replies at another port, in mode rewrite
+    #[arg(long, env = "COIL_GUARD_MAP_ANSWERS", value_name = "ENTRIES", default_value_t = Sizes::default().answers, value_parser = entries)]
+    map_answers: u32,
     /// Backends seen leaving by Cilium's state alone
     #[arg(long, env = "COIL_GUARD_MAP_LEAVING", value_name = "ENTRIES", default_value_t = Sizes::default().leaving, value_parser = entries)]
     map_leaving: u32,
@@ -277,7 +283,7 @@ pub(crate) struct SizeArguments {
     /// Egresses with counters
     #[arg(long, env = "COIL_GUARD_MAP_EGRESSES", value_name = "ENTRIES", default_value_t = Sizes::default().egresses, value_parser = entries)]
     map_egresses: u32,
-    /// Client pods of this node
+    /// Programs in pods of this node: one for each client pod, two with mode rewrite, and two for each egress pod of it
     #[arg(long, env = "COIL_GUARD_MAP_PODS", value_name = "ENTRIES", default_value_t = Sizes::default().pods, value_parser = entries)]
     map_pods: u32,
     /// Bytes of the ring of events; rounded up to a power of two
@@ -294,6 +300,8 @@ impl From<&SizeArguments> for Sizes {
             fragments: arguments.map_fragments,
             previous: arguments.map_previous,
             pinned_ports: arguments.map_pinned_ports,
+            returns: arguments.map_returns,
+            answers: arguments.map_answers,
             leaving: arguments.map_leaving,
             drains: arguments.map_drains,
             egresses: arguments.map_egresses,

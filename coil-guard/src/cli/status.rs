@@ -3,6 +3,7 @@
 mod egress;
 mod json;
 mod problems;
+mod replies;
 mod text;
 
 #[cfg(test)]

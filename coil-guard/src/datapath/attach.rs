@@ -7,7 +7,7 @@ use std::{io, mem, path::Path};
 
 use aya::{
     programs::{
-        LinkOrder, ProgramError, SchedClassifier, TcAttachType,
+        LinkOrder, ProgramError, SchedClassifier,
         links::{FdLink, Link as _, LinkError, PinnedLink},
         tc::{NlOptions, SchedClassifierLink, TcAttachOptions, TcError, TcHandle, qdisc_add_clsact},
     },
@@ -20,13 +20,12 @@ use super::{
     error::chain,
     layout::{file_error, unpin},
     netlink::{Filter, IngressQdisc, Netlink},
+    part::Part,
     sys,
 };
 
 /// Ahead of every other filter on the hook: one that ends the walk would hide packets from us.
 const PRIORITY: u16 = 1;
-/// "co" in ASCII; any fixed number that others are unlikely to have picked.
-const HANDLE: u32 = 0x636f;
 
 /// Why an attach operation failed.
 #[derive(Debug, thiserror::Error)]
@@ -42,9 +41,9 @@ pub(crate) enum AttachError {
     )]
     Qdisc { interface: String, found: String },
     #[error(
-        "the interface {interface} has another filter ({found}) at priority {PRIORITY}, handle {HANDLE:#x}: move it away"
+        "the interface {interface} has another filter ({found}) at priority {PRIORITY}, handle {handle:#x}: move it away"
     )]
-    FilterTaken { interface: String, found: String },
+    FilterTaken { interface: String, found: String, handle: u32 },
     #[error("cannot {action}: {}", chain(.source))]
     Program { action: &'static str, source: ProgramError },
     #[error("cannot {action}: {source}")]
@@ -74,19 +73,18 @@ pub(crate) fn interface_name(index: u32) -> Result<String, AttachError> {
     Ok(name.to_string_lossy().into_owned())
 }
 
-/// Attaches to the egress hook of the interface, ahead of all others there, and pins the link.
+/// Attaches to the part's hook of the interface, ahead of all others there, and pins the link.
 pub(crate) fn attach_tcx(
     program: &mut SchedClassifier,
+    part: Part,
     interface: &str,
     pin: &Path,
 ) -> Result<(), AttachError> {
     let order = TcAttachOptions::TcxOrder(LinkOrder::first());
     let id =
-        program.attach_with_options(interface, TcAttachType::Egress, order).map_err(|error| {
-            match errno(&error) {
-                Some(libc::EINVAL | libc::EOPNOTSUPP | ENOTSUPP) => AttachError::NoTcx,
-                _ => program_error("attach by TCX")(error),
-            }
+        program.attach_with_options(interface, part.hook(), order).map_err(|error| match errno(&error) {
+            Some(libc::EINVAL | libc::EOPNOTSUPP | ENOTSUPP) => AttachError::NoTcx,
+            _ => program_error("attach by TCX")(error),
         })?;
     let link = program.take_link(id).map_err(program_error("take the link"))?;
     let link = FdLink::try_from(link).map_err(link_error("take the link"))?;
@@ -136,10 +134,11 @@ pub(crate) fn needs_qdisc(interface: &str, index: u32) -> Result<bool, AttachErr
     }
 }
 
-/// Attaches a filter to the egress hook of the interface, adding a qdisc if there is none, or replaces the program of our
+/// Attaches a filter to the part's hook of the interface, adding a qdisc if there is none, or replaces the program of our
 /// filter there in place. Says whether there was one.
 pub(crate) fn attach_clsact(
     program: &mut SchedClassifier,
+    part: Part,
     interface: &str,
     index: u32,
 ) -> Result<bool, AttachError> {
@@ -147,23 +146,29 @@ pub(crate) fn attach_clsact(
         add_qdisc(interface)?;
     }
     let mut netlink = Netlink::open().map_err(io_error("open a netlink socket"))?;
-    let filters = netlink.egress_filters(index).map_err(io_error("list filters"))?;
-    if filters.iter().any(|filter| is_our_place(filter) && filter.is_ours()) {
-        let id =
-            program.attach_to_link(filter_link(interface)?).map_err(program_error("replace the filter"))?;
+    let filters = netlink.filters(index, part.hook()).map_err(io_error("list filters"))?;
+    if filters.iter().any(|filter| is_place_of(part, filter) && filter.is_ours()) {
+        let id = program
+            .attach_to_link(filter_link(part, interface)?)
+            .map_err(program_error("replace the filter"))?;
         forget(program, id)?;
         return Ok(true);
     }
     // All filters of one priority are of one kind.
-    let in_the_way =
-        |filter: &&Filter| is_our_place(filter) || filter.priority == PRIORITY && filter.program.is_none();
+    let in_the_way = |filter: &&Filter| {
+        is_place_of(part, filter) || filter.priority == PRIORITY && filter.program.is_none()
+    };
     if let Some(filter) = filters.iter().find(in_the_way) {
         let found = filter.program.as_ref().map_or("not a BPF one", |(name, _)| name).to_owned();
-        return Err(AttachError::FilterTaken { interface: interface.to_owned(), found });
+        return Err(AttachError::FilterTaken {
+            interface: interface.to_owned(),
+            found,
+            handle: part.handle(),
+        });
     }
-    let options = NlOptions { priority: PRIORITY, handle: TcHandle::from(HANDLE), classid: None };
+    let options = NlOptions { priority: PRIORITY, handle: TcHandle::from(part.handle()), classid: None };
     let id = program
-        .attach_with_options(interface, TcAttachType::Egress, TcAttachOptions::Netlink(options))
+        .attach_with_options(interface, part.hook(), TcAttachOptions::Netlink(options))
         .map_err(program_error("attach a clsact filter"))?;
     forget(program, id)?;
     Ok(false)
@@ -176,12 +181,12 @@ fn add_qdisc(interface: &str) -> Result<(), AttachError> {
     }
 }
 
-fn is_our_place(filter: &Filter) -> bool {
-    filter.priority == PRIORITY && filter.handle == HANDLE
+fn is_place_of(part: Part, filter: &Filter) -> bool {
+    filter.priority == PRIORITY && filter.handle == part.handle()
 }
 
-fn filter_link(interface: &str) -> Result<SchedClassifierLink, AttachError> {
-    SchedClassifierLink::attached(interface, TcAttachType::Egress, PRIORITY, TcHandle::from(HANDLE), None)
+fn filter_link(part: Part, interface: &str) -> Result<SchedClassifierLink, AttachError> {
+    SchedClassifierLink::attached(interface, part.hook(), PRIORITY, TcHandle::from(part.handle()), None)
         .map_err(io_error("find the interface"))
 }
 
@@ -194,23 +199,23 @@ fn forget(
     Ok(())
 }
 
-/// Id of the program of our filter on the interface.
-pub(crate) fn clsact_program(index: u32) -> Result<Option<u32>, AttachError> {
+/// Id of the program of the part's filter on the interface.
+pub(crate) fn clsact_program(part: Part, index: u32) -> Result<Option<u32>, AttachError> {
     let mut netlink = Netlink::open().map_err(io_error("open a netlink socket"))?;
-    let filters = netlink.egress_filters(index).map_err(io_error("list filters"))?;
+    let filters = netlink.filters(index, part.hook()).map_err(io_error("list filters"))?;
     Ok(filters
         .iter()
-        .find(|filter| is_our_place(filter) && filter.is_ours())
+        .find(|filter| is_place_of(part, filter) && filter.is_ours())
         .and_then(|filter| filter.program.as_ref().map(|(_, id)| *id)))
 }
 
-/// Removes our filter, and the qdisc if it was added by us and no filter is left on either hook. Says whether there was a
+/// Removes the part's filter, and the qdisc if it was added by us and no filter is left on either hook. Says whether there was a
 /// filter.
-pub(crate) fn detach_clsact(index: u32, remove_qdisc: bool) -> Result<bool, AttachError> {
-    let had_filter = clsact_program(index)?.is_some();
+pub(crate) fn detach_clsact(part: Part, index: u32, remove_qdisc: bool) -> Result<bool, AttachError> {
+    let had_filter = clsact_program(part, index)?.is_some();
     if had_filter {
         let interface = interface_name(index)?;
-        filter_link(&interface)?.detach().map_err(program_error("remove the filter"))?;
+        filter_link(part, &interface)?.detach().map_err(program_error("remove the filter"))?;
     }
     if remove_qdisc {
         let mut netlink = Netlink::open().map_err(io_error("open a netlink socket"))?;

@@ -9,6 +9,7 @@ use super::{
     namespaces::{Namespaces, within_each},
     netlink::Netlink,
     own_maps::open_own,
+    part::Part,
     pods::Attacher,
     records::{PODS, Pods},
 };
@@ -55,7 +56,7 @@ fn detach_recorded(options: &Options, layout: &Layout, namespaces: &mut Namespac
             Ok(None) => return,
             Err(error) => return done.errors.push(error.to_string()),
         };
-    for (uid, attached) in known {
+    for (key, attached) in known {
         let mut attacher = Attacher {
             options,
             layout,
@@ -63,9 +64,10 @@ fn detach_recorded(options: &Options, layout: &Layout, namespaces: &mut Namespac
             records: &mut records,
             no_tcx: &mut false,
         };
-        match attacher.detach(&uid, &attached) {
-            Ok(()) => done.removed.push(format!("program of pod {} ({uid})", attached.name)),
-            Err(error) => done.errors.push(format!("program of pod {} ({uid}): {error}", attached.name)),
+        let what = format!("program {:?} of pod {} ({})", key.part.label(), attached.name, key.uid);
+        match attacher.detach(&key, &attached) {
+            Ok(()) => done.removed.push(what),
+            Err(error) => done.errors.push(format!("{what}: {error}")),
         }
     }
 }
@@ -73,10 +75,10 @@ fn detach_recorded(options: &Options, layout: &Layout, namespaces: &mut Namespac
 /// Links without a record, of an agent that died at the wrong moment.
 fn detach_links(layout: &Layout, done: &mut Cleanup) {
     match layout.pinned_links() {
-        Ok(uids) => {
-            for uid in uids {
-                match detach_tcx(&layout.link(&uid)) {
-                    Ok(()) => done.removed.push(format!("link {}", layout.link(&uid).display())),
+        Ok(keys) => {
+            for key in keys {
+                match detach_tcx(&layout.link(&key)) {
+                    Ok(()) => done.removed.push(format!("link {}", layout.link(&key).display())),
                     Err(error) => done.errors.push(error.to_string()),
                 }
             }
@@ -99,10 +101,10 @@ fn detach_filters(namespaces: &mut Namespaces, done: &mut Cleanup) {
             .and_then(|mut netlink| netlink.addresses())
             .map(|addresses| addresses.into_iter().map(|address| address.interface).collect())
             .unwrap_or_default();
-        interfaces
-            .into_iter()
-            .filter(|index| matches!(clsact_program(*index), Ok(Some(_))))
-            .map(|index| detach_clsact(index, true))
+        let places = interfaces.into_iter().flat_map(|index| Part::ALL.map(|part| (part, index)));
+        places
+            .filter(|(part, index)| matches!(clsact_program(*part, *index), Ok(Some(_))))
+            .map(|(part, index)| detach_clsact(part, index, true))
             .collect::<Vec<_>>()
     });
     for (path, results) in found {

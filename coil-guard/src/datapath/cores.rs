@@ -11,14 +11,16 @@ use std::{
 };
 
 use aya::maps::{Map, MapData, ProgramArray};
-use coil_guard_common::abi::{self, core_slot, maps};
+use coil_guard_common::abi::{self, core_slot, maps, reply_program};
 
 use super::{
     DatapathError,
     layout::{Layout, file_error},
     own_maps::{map_error, open_own},
+    part::Part,
     program::{self, Binding, Pins, load_error, load_program, new_loader},
     records::is_absent,
+    replies::REPLIES_OBJECT,
     sys,
 };
 use crate::plan::ClientPod;
@@ -35,15 +37,41 @@ pub(crate) enum Core {
     Guard,
     /// The same without what writes to Cilium's maps: by a constant it is dead code, which the kernel's verifier leaves out.
     ReadOnly,
+    /// Of [`Part::Learn`].
+    Learn,
+    /// Of [`Part::Answer`].
+    Answer,
+    /// Of [`Part::Return`].
+    Return,
 }
 
 impl Core {
     /// All of them.
-    pub(crate) const ALL: [Self; 2] = [Self::Guard, Self::ReadOnly];
+    pub(crate) const ALL: [Self; 5] = [Self::Guard, Self::ReadOnly, Self::Learn, Self::Answer, Self::Return];
 
-    /// The one that a pod's packets need.
+    /// The one that the packets of a client pod need.
     pub(crate) fn of(pod: &ClientPod) -> Self {
         if pod.read_only { Self::ReadOnly } else { Self::Guard }
+    }
+
+    /// The one that the packets at a part of a pod need; of a client's guard, the most usual.
+    pub(crate) fn of_part(part: Part) -> Self {
+        match part {
+            Part::Guard => Self::Guard,
+            Part::Learn => Self::Learn,
+            Part::Answer => Self::Answer,
+            Part::Return => Self::Return,
+        }
+    }
+
+    /// Its object, and its name there.
+    fn program(self) -> (&'static [u8], &'static str) {
+        match self {
+            Self::Guard | Self::ReadOnly => (program::OBJECT, abi::CORE_PROGRAM),
+            Self::Learn => (REPLIES_OBJECT, reply_program::LEARN),
+            Self::Answer => (REPLIES_OBJECT, reply_program::ANSWER),
+            Self::Return => (REPLIES_OBJECT, reply_program::RETURN),
+        }
     }
 
     /// Its place in the array, which stands in stubs and records.
@@ -51,6 +79,9 @@ impl Core {
         match self {
             Self::Guard => core_slot::GUARD,
             Self::ReadOnly => core_slot::READ_ONLY,
+            Self::Learn => core_slot::LEARN,
+            Self::Answer => core_slot::ANSWER,
+            Self::Return => core_slot::RETURN,
         }
     }
 
@@ -64,6 +95,9 @@ impl Core {
         match self {
             Self::Guard => "guard",
             Self::ReadOnly => "read-only",
+            Self::Learn => "learn",
+            Self::Answer => "answer",
+            Self::Return => "return",
         }
     }
 }
@@ -185,12 +219,13 @@ impl Cores {
             pins.own(layout, name)?;
         }
         pins.bound(binding);
+        let (object, name) = core.program();
         let mut loader = new_loader();
         if core == Core::ReadOnly {
             loader.override_global(abi::READ_ONLY, &1u32, true);
         }
-        let mut ebpf = pins.load(&mut loader, program::OBJECT)?;
-        let program = load_program(&mut ebpf, abi::CORE_PROGRAM)?;
+        let mut ebpf = pins.load(&mut loader, object)?;
+        let program = load_program(&mut ebpf, name)?;
         let id = program.info().map_err(load_error)?.id();
         let fd = program.fd().map_err(load_error)?;
         self.array.set(u32::from(core.slot()), fd, 0).map_err(map_error("write to", maps::CORES))?;

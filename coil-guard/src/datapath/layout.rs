@@ -1,6 +1,7 @@
 //! The pin directory: who holds it, and where things are.
 
 use std::{
+    collections::BTreeSet,
     fs::{self, File},
     io::{self, ErrorKind},
     os::unix::fs::DirBuilderExt as _,
@@ -14,7 +15,7 @@ use nix::{
     sys::statfs::{BPF_FS_MAGIC, statfs},
 };
 
-use super::DatapathError;
+use super::{DatapathError, part::Key};
 
 /// Pin directory, with an exclusive lock held on it until it is dropped.
 #[derive(Debug)]
@@ -48,13 +49,13 @@ impl Layout {
         self.version.join(name)
     }
 
-    /// Links by pod UID.
+    /// Links by pod and part.
     pub(crate) fn links(&self) -> PathBuf {
         self.version.join("links")
     }
 
-    pub(crate) fn link(&self, pod: &str) -> PathBuf {
-        self.links().join(pod)
+    pub(crate) fn link(&self, key: &Key) -> PathBuf {
+        self.links().join(key.name())
     }
 
     /// Own pins of what the programs are bound to: Cilium's maps, and stand-ins for those that it does not have. The
@@ -71,9 +72,9 @@ impl Layout {
         Ok(())
     }
 
-    /// Names of pods with a pinned link.
-    pub(crate) fn pinned_links(&self) -> Result<Vec<String>, DatapathError> {
-        list(&self.links())
+    /// Parts of pods with a pinned link.
+    pub(crate) fn pinned_links(&self) -> Result<BTreeSet<Key>, DatapathError> {
+        Ok(list(&self.links())?.iter().filter_map(|name| Key::parse(name)).collect())
     }
 
     /// Directories of other layout versions.

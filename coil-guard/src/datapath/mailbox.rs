@@ -9,27 +9,56 @@ use std::{
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use tokio::sync::watch;
 
-use super::{DatapathError, Progress, layout::file_error, tables::Tables};
-use crate::plan::{ClientPod, Desired, PodUid};
+use super::{
+    DatapathError, Progress,
+    cores::Core,
+    layout::file_error,
+    part::{Key, Part},
+    pods::Target,
+    tables::Tables,
+};
+use crate::plan::{Desired, Want};
 
 /// The worker's part of the plan.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Wanted {
-    /// Whether any Egress is guarded.
+    /// Whether there is anything to do on this node.
     pub(crate) guarding: bool,
-    pub(crate) pods: BTreeMap<PodUid, ClientPod>,
+    /// What is to be attached.
+    pub(crate) targets: BTreeMap<Key, Target>,
     /// ClusterIPs, to see which pods have a tunnel to one.
     pub(crate) services: BTreeSet<IpAddr>,
 }
 
 impl From<&Desired> for Wanted {
     fn from(desired: &Desired) -> Self {
-        let guarding = !desired.services.is_empty();
-        Self {
-            guarding,
-            pods: if guarding { desired.pods.clone() } else { BTreeMap::new() },
-            services: desired.services.keys().map(|service| service.address).collect(),
+        let mut targets = BTreeMap::new();
+        let guarding = desired.is_guarding();
+        for (uid, client) in desired.pods.iter().filter(|_| guarding) {
+            let target = Target {
+                name: format!("{}/{}", client.namespace, client.name),
+                addresses: client.addresses.clone(),
+                core: Core::of(client),
+                want: client.want,
+            };
+            if client.symmetric {
+                let target = Target { core: Core::of_part(Part::Return), ..target.clone() };
+                targets.insert(Key::new(uid, Part::Return), target);
+            }
+            targets.insert(Key::new(uid, Part::Guard), target);
         }
+        for (uid, pod) in &desired.egress_pods {
+            for part in [Part::Learn, Part::Answer] {
+                let target = Target {
+                    name: format!("{}/{}", pod.namespace, pod.name),
+                    addresses: pod.addresses.clone(),
+                    core: Core::of_part(part),
+                    want: Want::Attached,
+                };
+                targets.insert(Key::new(uid, part), target);
+            }
+        }
+        Self { guarding, targets, services: desired.services.keys().map(|service| service.address).collect() }
     }
 }
 
@@ -93,7 +122,7 @@ impl Mailbox {
         slot.version += 1;
         let mut progress = lock(&self.progress);
         progress.settled = false;
-        progress.wanted = wanted.pods.len();
+        progress.wanted = wanted.targets.keys().filter(|key| key.part == Part::Guard).count();
         slot.wanted = Arc::new(wanted);
         drop((slot, progress));
         self.wake();

@@ -29,6 +29,7 @@ mod namespaces;
 mod netlink;
 mod options;
 mod own_maps;
+mod part;
 mod pods;
 mod program;
 mod records;
@@ -54,8 +55,9 @@ pub use events::Events;
 pub use given_ports::GivenPort;
 pub use namespaces::count_namespaces;
 pub use options::{AttachKind, Options, Sizes};
+pub use part::Part;
 pub use program::{OBJECT, STUB_OBJECT, try_load};
-pub use replies::REPLIES_OBJECT;
+pub use replies::{REPLIES_OBJECT, ReplySnapshot};
 pub use report::{Attachment, BoundMap, FlowEvent, FlowEventKind, How, Report};
 pub use snapshot::{LastMove, MarkSnapshot, PodSnapshot, ServiceSnapshot, Snapshot, draining};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -198,7 +200,7 @@ impl Datapath {
             return applied;
         }
         let mut tables = self.mailbox.tables();
-        if tables.is_none() && !desired.services.is_empty() {
+        if tables.is_none() && desired.is_guarding() {
             match Tables::open(&self.layout, &self.options.sizes) {
                 Ok((opened, notes)) => {
                     notes.into_iter().for_each(|note| drop(self.warnings.send(Report::Warning(note))));

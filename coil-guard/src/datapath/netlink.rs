@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeSet, io, net::IpAddr};
 
+use aya::programs::TcAttachType;
 use coil_guard_common::abi;
 use nix::errno::Errno;
 use rtnetlink::{
@@ -40,7 +41,7 @@ pub(crate) enum IngressQdisc {
     Other(String),
 }
 
-/// A filter on the egress hook.
+/// A filter on one of the hooks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Filter {
     pub(crate) priority: u16,
@@ -147,19 +148,16 @@ impl Netlink {
         Ok(found)
     }
 
-    /// Filters on the egress hook; none when there is no qdisc.
-    pub(crate) fn egress_filters(&mut self, interface: u32) -> io::Result<Vec<Filter>> {
-        self.filters(interface, EGRESS)
-    }
-
     /// Whether any filter is left on either hook.
     pub(crate) fn has_filters(&mut self, interface: u32) -> io::Result<bool> {
-        Ok(!self.filters(interface, EGRESS)?.is_empty() || !self.filters(interface, INGRESS)?.is_empty())
+        Ok(!self.filters(interface, TcAttachType::Egress)?.is_empty()
+            || !self.filters(interface, TcAttachType::Ingress)?.is_empty())
     }
 
-    fn filters(&mut self, interface: u32, parent: TcHandle) -> io::Result<Vec<Filter>> {
+    /// Filters on a hook; none when there is no qdisc.
+    pub(crate) fn filters(&mut self, interface: u32, hook: TcAttachType) -> io::Result<Vec<Filter>> {
         let mut message = TcMessage::with_index(interface.cast_signed());
-        message.header.parent = parent;
+        message.header.parent = if hook == TcAttachType::Ingress { INGRESS } else { EGRESS };
         let mut filters = Vec::new();
         let result = self.request(RouteNetlinkMessage::GetTrafficFilter(message), NLM_F_DUMP, |reply| {
             if let RouteNetlinkMessage::NewTrafficFilter(message) = reply {

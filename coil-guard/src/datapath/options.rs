@@ -31,13 +31,17 @@ pub struct Sizes {
     pub previous: u32,
     /// Flows that were given another source port in mode rewrite.
     pub pinned_ports: u32,
+    /// Ports given to clients that can have replies there; at most 220 for each client.
+    pub returns: u32,
+    /// Clients of this node's egress pods whose port is learnt, by egress pod.
+    pub answers: u32,
     /// Backends seen leaving by Cilium's state alone.
     pub leaving: u32,
     /// Leaving backends with drain statistics.
     pub drains: u32,
     /// Egresses with counters.
     pub egresses: u32,
-    /// Client pods of this node.
+    /// Programs in pods of this node: one in each client pod, and in mode rewrite another one there and two in each egress pod.
     pub pods: u32,
     /// Bytes of the event ring; rounded up to a power of two of at least a page.
     pub event_bytes: u32,
@@ -52,10 +56,12 @@ impl Default for Sizes {
             fragments: 4096,
             previous: 16384,
             pinned_ports: 16384,
+            returns: 16384,
+            answers: 16384,
             leaving: 4096,
             drains: 4096,
             egresses: 1024,
-            pods: 1024,
+            pods: 2048,
             event_bytes: 256 * 1024,
         }
     }

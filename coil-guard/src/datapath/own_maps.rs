@@ -7,7 +7,11 @@ use aya_obj::generated::bpf_map_type::{
     self, BPF_MAP_TYPE_ARRAY, BPF_MAP_TYPE_HASH, BPF_MAP_TYPE_LRU_HASH, BPF_MAP_TYPE_PERCPU_ARRAY,
     BPF_MAP_TYPE_PROG_ARRAY, BPF_MAP_TYPE_RINGBUF,
 };
-use coil_guard_common::{abi, abi::maps, counters::Reason};
+use coil_guard_common::{
+    abi,
+    abi::maps,
+    counters::{Reason, ReplyCount},
+};
 
 use super::{
     DatapathError, Sizes,
@@ -96,6 +100,31 @@ pub(crate) fn own_maps(sizes: &Sizes) -> [OwnMap; maps::ALL.len() + 2] {
             sizes.pinned_ports,
             0,
         ),
+        own(
+            maps::RETURNS,
+            BPF_MAP_TYPE_LRU_HASH,
+            size_of::<abi::ReturnKey>(),
+            size_of::<abi::Return>(),
+            sizes.returns,
+            0,
+        ),
+        own(
+            maps::ANSWERS,
+            BPF_MAP_TYPE_LRU_HASH,
+            size_of::<abi::AnswerKey>(),
+            size_of::<abi::Answer>(),
+            sizes.answers,
+            0,
+        ),
+        own(
+            maps::RETURNING,
+            BPF_MAP_TYPE_HASH,
+            ADDRESS,
+            size_of::<abi::Returning>(),
+            sizes.pods,
+            NO_PREALLOC,
+        ),
+        own(maps::REPLY_COUNTERS, BPF_MAP_TYPE_PERCPU_ARRAY, U32, size_of::<u64>(), ReplyCount::COUNT, 0),
         own(
             maps::LEAVING,
             BPF_MAP_TYPE_LRU_HASH,

@@ -1,4 +1,4 @@
-//! Attaching one pod, and everything else that is done to one.
+//! Attaching one part of a pod, and everything else that is done to one.
 
 use std::{collections::BTreeSet, net::IpAddr, path::PathBuf, time::Duration};
 
@@ -11,11 +11,12 @@ use super::{
     cores::Core,
     layout::Layout,
     namespaces::{Found, NamespaceError, Namespaces, ports_overlap, within},
+    part::{Key, Part},
     records::{Attached, Pods, is_valid_uid, pod_config},
     stub::{Stub, Stubs},
     sys,
 };
-use crate::{clock::Monotonic, plan::ClientPod};
+use crate::{clock::Monotonic, plan::Want};
 
 /// Why a pod is not attached or not detached.
 #[derive(Debug, thiserror::Error)]
@@ -73,6 +74,25 @@ pub(crate) fn used_addresses(addresses: &BTreeSet<IpAddr>) -> Vec<IpAddr> {
         .collect()
 }
 
+/// What is to be attached.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Target {
+    /// `namespace/name` of the pod.
+    pub(crate) name: String,
+    pub(crate) addresses: BTreeSet<IpAddr>,
+    pub(crate) core: Core,
+    pub(crate) want: Want,
+}
+
+/// What else is attached, by inode of the namespace.
+#[derive(Debug, Default)]
+pub(crate) struct Others {
+    /// Namespaces of other pods.
+    pub(crate) taken: BTreeSet<u64>,
+    /// Those in which another part of this pod says that the qdisc is ours.
+    pub(crate) qdiscs: BTreeSet<u64>,
+}
+
 /// What is known before the stub is loaded.
 #[derive(Debug)]
 struct Prepared {
@@ -114,18 +134,18 @@ impl Attacher<'_> {
         self.options.attach == AttachKind::Auto || self.kind() == known.attachment
     }
 
-    /// Attaches the pod's stub, or replaces it where it is, if it is not the one that is wanted. `taken` says which namespaces
-    /// belong to other pods.
+    /// Attaches the pod's stub, or replaces it where it is, if it is not the one that is wanted.
     pub(crate) fn attach(
         &mut self,
-        uid: &str,
-        pod: &ClientPod,
+        key: &Key,
+        target: &Target,
         known: Option<&Attached>,
         stubs: &Stubs,
-        taken: impl Fn(u64) -> bool,
+        others: &Others,
     ) -> Result<Done, PodError> {
-        let prepared = self.prepare(uid, pod, known, taken)?;
-        let config = pod_config(uid, &prepared.attached, self.options.fou_port, self.options.unmarked_drain);
+        let prepared = self.prepare(key, target, known, others)?;
+        let config =
+            pod_config(&key.uid, &prepared.attached, self.options.fou_port, self.options.unmarked_drain);
         let wanted = stubs.fingerprint(&config);
         let stands = |known: &&Attached| {
             known.stub == wanted && prepared.program_id.is_some_and(|id| id == known.program_id)
@@ -134,34 +154,34 @@ impl Attacher<'_> {
             let Prepared { mut attached, interface, .. } = prepared;
             (attached.program_id, attached.stub) = (known.program_id, known.stub);
             if attached != *known {
-                self.records.store(uid, &attached)?;
+                self.records.store(key, &attached)?;
             }
             return Ok(Done { attached, interface, how: How::Kept });
         }
         let stub = stubs.load(&config)?;
-        self.place(uid, known, prepared, stub, wanted)
+        self.place(key, known, prepared, stub, wanted)
     }
 
     /// Finds out where and with which constants the pod's stub is to be attached, or replaced where it is.
     fn prepare(
         &mut self,
-        uid: &str,
-        pod: &ClientPod,
+        key: &Key,
+        target: &Target,
         known: Option<&Attached>,
-        taken: impl Fn(u64) -> bool,
+        others: &Others,
     ) -> Result<Prepared, PodError> {
-        if !is_valid_uid(uid) {
-            return Err(PodError::Uid(uid.to_owned()));
+        if !is_valid_uid(&key.uid) {
+            return Err(PodError::Uid(key.uid.clone()));
         }
-        let addresses = used_addresses(&pod.addresses);
+        let addresses = used_addresses(&target.addresses);
         if addresses.is_empty() {
             return Err(PodError::NoAddress);
         }
-        let pin = self.layout.link(uid);
+        let pin = self.layout.link(key);
         match known {
             Some(known) if known.attachment == Attachment::Tcx && self.keeps_kind(known) => {
-                if let Some(program) = link_program(self.layout, uid)? {
-                    let attached = Attached { addresses, core: Core::of(pod), ..known.clone() };
+                if let Some(program) = link_program(self.layout, key)? {
+                    let attached = Attached { addresses, core: target.core, ..known.clone() };
                     return Ok(Prepared {
                         attached,
                         interface: String::new(),
@@ -175,12 +195,12 @@ impl Attacher<'_> {
             None if pin.exists() => detach_tcx(&pin)?,
             _ => {}
         }
-        let found = self.find(&pod.addresses, taken)?;
+        let found = self.find(&target.addresses, |inode| others.taken.contains(&inode))?;
         let kind = known
             .filter(|known| self.keeps_kind(known))
             .map_or_else(|| self.kind(), |known| known.attachment);
         let inode = found.inode;
-        let prepared = prepare_interface(kind, pod, addresses, known, found);
+        let prepared = prepare_interface(kind, key.part, target, addresses, known, others, found);
         if prepared.is_err() {
             // What was read of it earlier may be the reason: an interface made anew has another index.
             self.namespaces.forget(inode);
@@ -201,7 +221,7 @@ impl Attacher<'_> {
     /// Attaches the loaded stub, or puts it in the place of the one that is attached.
     fn place(
         &mut self,
-        uid: &str,
+        key: &Key,
         known: Option<&Attached>,
         prepared: Prepared,
         mut stub: Stub,
@@ -210,21 +230,21 @@ impl Attacher<'_> {
         let Prepared { mut attached, interface, place, .. } = prepared;
         (attached.program_id, attached.stub) = (stub.id, fingerprint);
         let Place::Interface(found) = place else {
-            match replace_tcx(stub.program()?, &self.layout.link(uid)) {
+            match replace_tcx(stub.program()?, &self.layout.link(key)) {
                 // It died since it was looked at.
                 Err(AttachError::Dead) => return Err(PodError::Again),
                 result => result?,
             }
-            self.records.store(uid, &attached)?;
+            self.records.store(key, &attached)?;
             return Ok(Done { attached, interface, how: How::Replaced });
         };
         // Recorded first: a filter without a record would be found by `cleanup` alone.
-        self.records.store(uid, &attached)?;
+        self.records.store(key, &attached)?;
         let how = if known.is_some() { How::Restored } else { How::Fresh };
-        let (pin, kind) = (self.layout.link(uid), attached.attachment);
+        let (pin, kind) = (self.layout.link(key), attached.attachment);
         let result = within(&found.path, found.inode, || match kind {
-            Attachment::Tcx => attach_tcx(stub.program()?, &interface, &pin).map(|()| how),
-            Attachment::Clsact => attach_clsact(stub.program()?, &interface, found.interface_index)
+            Attachment::Tcx => attach_tcx(stub.program()?, key.part, &interface, &pin).map(|()| how),
+            Attachment::Clsact => attach_clsact(stub.program()?, key.part, &interface, found.interface_index)
                 .map(|replaced| if replaced { How::Replaced } else { how }),
         });
         let how = match result {
@@ -243,25 +263,25 @@ impl Attacher<'_> {
             }
         };
         if let Some(known) = known.filter(|known| known.attachment != kind) {
-            self.detach_program(uid, known)?;
+            self.detach_program(key, known)?;
         }
         Ok(Done { attached, interface, how })
     }
 
-    /// Detaches the pod and forgets it.
-    pub(crate) fn detach(&mut self, uid: &str, known: &Attached) -> Result<(), PodError> {
-        self.detach_program(uid, known)?;
-        self.records.remove(uid)?;
+    /// Detaches the part and forgets it.
+    pub(crate) fn detach(&mut self, key: &Key, known: &Attached) -> Result<(), PodError> {
+        self.detach_program(key, known)?;
+        self.records.remove(key)?;
         Ok(())
     }
 
-    fn detach_program(&mut self, uid: &str, known: &Attached) -> Result<(), PodError> {
+    fn detach_program(&mut self, key: &Key, known: &Attached) -> Result<(), PodError> {
         match known.attachment {
-            Attachment::Tcx => Ok(detach_tcx(&self.layout.link(uid))?),
+            Attachment::Tcx => Ok(detach_tcx(&self.layout.link(key))?),
             Attachment::Clsact => {
                 let Some(path) = self.namespace_path(known.namespace)? else { return Ok(()) };
-                let (index, remove_qdisc) = (known.interface_index, known.qdisc_added);
-                match within(&path, known.namespace, move || detach_clsact(index, remove_qdisc)) {
+                let (part, index, remove_qdisc) = (key.part, known.interface_index, known.qdisc_added);
+                match within(&path, known.namespace, move || detach_clsact(part, index, remove_qdisc)) {
                     // The namespace went meanwhile, and the filter with it.
                     Err(NamespaceError::Enter { .. }) => Ok(()),
                     result => {
@@ -284,9 +304,11 @@ impl Attacher<'_> {
 
 fn prepare_interface(
     attachment: Attachment,
-    pod: &ClientPod,
+    part: Part,
+    target: &Target,
     addresses: Vec<IpAddr>,
     known: Option<&Attached>,
+    others: &Others,
     found: Found,
 ) -> Result<Prepared, PodError> {
     let index = found.interface_index;
@@ -294,12 +316,12 @@ fn prepare_interface(
     let (interface, overlap, filter, qdisc) = within(&found.path, found.inode, || {
         let interface = interface_name(index)?;
         let is_clsact = attachment == Attachment::Clsact;
-        let filter = if is_clsact { clsact_program(index)? } else { None };
+        let filter = if is_clsact { clsact_program(part, index)? } else { None };
         let qdisc = is_clsact && needs_qdisc(&interface, index)?;
         Ok::<_, AttachError>((interface, ports_overlap(), filter, qdisc))
     })??;
     let attached = Attached {
-        name: format!("{}/{}", pod.namespace, pod.name),
+        name: target.name.clone(),
         attachment,
         namespace: found.inode,
         interface_index: index,
@@ -309,18 +331,21 @@ fn prepare_interface(
             .filter(|_| filter.is_some())
             .map_or_else(Monotonic::now, |known| known.guarded_since),
         // Recorded before it is added, so that an agent that dies in between does not leave it.
-        qdisc_added: qdisc || same.is_some_and(|known| known.qdisc_added),
+        // Whichever part is the last to go takes it along.
+        qdisc_added: qdisc
+            || same.is_some_and(|known| known.qdisc_added)
+            || others.qdiscs.contains(&found.inode),
         ports_overlap: overlap,
         addresses,
-        core: Core::of(pod),
+        core: target.core,
         stub: 0,
     };
     Ok(Prepared { attached, interface, place: Place::Interface(found), program_id: filter })
 }
 
-/// Kernel id of the program in the pod's TCX link; `None` when the link is not in place any more.
-pub(crate) fn link_program(layout: &Layout, uid: &str) -> Result<Option<u32>, DatapathError> {
-    let pin = layout.link(uid);
+/// Kernel id of the program in the part's TCX link; `None` when the link is not in place any more.
+pub(crate) fn link_program(layout: &Layout, key: &Key) -> Result<Option<u32>, DatapathError> {
+    let pin = layout.link(key);
     let state = sys::link_state(&pin).map_err(super::layout::file_error("look at the link", &pin))?;
     Ok(state.filter(|state| state.interface_index != 0).map(|state| state.program_id))
 }

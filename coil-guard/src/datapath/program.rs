@@ -7,12 +7,13 @@ use aya::{
     maps::{Map, MapData, MapInfo},
     programs::{ProgramError, SchedClassifier},
 };
-use coil_guard_common::abi::{self, maps};
+use coil_guard_common::abi::{self, maps, reply_program};
 
 use super::{
     BoundMap, DatapathError,
     layout::{Layout, file_error, list, unpin},
     own_maps::{create_stand_in, map_error},
+    replies::REPLIES_OBJECT,
 };
 use crate::cilium::CiliumMaps;
 
@@ -88,7 +89,7 @@ fn pin(map: &MapData, path: PathBuf) -> Result<PathBuf, DatapathError> {
 
 /// Whether this build has a program.
 pub(crate) fn is_built_in() -> bool {
-    !OBJECT.is_empty() && !STUB_OBJECT.is_empty()
+    !OBJECT.is_empty() && !STUB_OBJECT.is_empty() && !REPLIES_OBJECT.is_empty()
 }
 
 /// Lets the kernel's verifier look at the programs, over small maps that are gone afterwards. Gives the number of
@@ -99,7 +100,8 @@ pub(crate) fn is_built_in() -> bool {
 /// When there is no program in this build, or the kernel refuses one.
 pub fn try_load() -> Result<u32, DatapathError> {
     const ENTRIES: u32 = 1024;
-    const AS_THEY_ARE: [&str; 5] = [maps::AGENT, maps::COUNTERS, maps::EVENTS, maps::CLIENT, maps::CORES];
+    const AS_THEY_ARE: [&str; 6] =
+        [maps::AGENT, maps::COUNTERS, maps::EVENTS, maps::CLIENT, maps::CORES, maps::REPLY_COUNTERS];
     if !is_built_in() {
         return Err(DatapathError::NoProgram);
     }
@@ -114,6 +116,14 @@ pub fn try_load() -> Result<u32, DatapathError> {
     let info = load_program(&mut core, abi::CORE_PROGRAM)?.info().map_err(load_error)?;
     let mut stub = new_loader().load(STUB_OBJECT).map_err(DatapathError::Load)?;
     load_program(&mut stub, abi::PROGRAM)?;
+    let mut loader = new_loader();
+    for name in [maps::ANSWERS, maps::RETURNS, maps::BACKEND_MARKS] {
+        loader.map_max_entries(name, ENTRIES);
+    }
+    let mut replies = loader.load(REPLIES_OBJECT).map_err(DatapathError::Load)?;
+    for name in [reply_program::LEARN, reply_program::ANSWER, reply_program::RETURN] {
+        load_program(&mut replies, name)?;
+    }
     Ok(info.verified_instruction_count().unwrap_or(0))
 }
 
@@ -228,20 +238,20 @@ mod tests {
             eprintln!("SKIPPED: no eBPF toolchain, the object is empty");
             return;
         }
-        let (core, stub) =
-            (aya_obj::Object::parse(OBJECT).unwrap(), aya_obj::Object::parse(STUB_OBJECT).unwrap());
+        let [core, stub, replies] =
+            [OBJECT, STUB_OBJECT, REPLIES_OBJECT].map(|object| aya_obj::Object::parse(object).unwrap());
         let mut compared = Vec::new();
         for (name, expected) in own_maps(&Sizes::default())
             .iter()
             .map(|own| (own.name, own.kind_and_sizes()))
             .chain(specs().map(|spec| (spec.object_name, (spec.kind as u32, spec.key_size, spec.value_size))))
         {
-            for map in [core.maps.get(name), stub.maps.get(name)].into_iter().flatten() {
+            for map in [&core, &stub, &replies].into_iter().filter_map(|object| object.maps.get(name)) {
                 assert_eq!(expected, (map.map_type(), map.key_size(), map.value_size()), "{name}");
                 compared.push(name);
             }
         }
-        assert!(compared.len() > maps::ALL.len(), "only {compared:?}");
+        assert!(compared.len() > maps::ALL.len() + 4, "only {compared:?}");
         assert!(stub.maps.keys().all(|name| [".rodata", maps::CLIENT, maps::CORES].contains(&name.as_str())));
     }
 }

@@ -10,21 +10,19 @@ use super::{
     Attachment, DatapathError, PodSnapshot,
     cores::Core,
     own_maps::map_error,
+    part::Key,
     report::{from_mapped, to_mapped},
 };
-use crate::{
-    clock::Monotonic,
-    plan::{EgressName, PodUid},
-};
+use crate::{clock::Monotonic, plan::EgressName};
 
 /// Egress name → index into `EGRESS_COUNTERS`.
 pub(crate) const EGRESSES: &str = "EGRESSES";
-/// Pod UID → [`PodRecord`].
+/// Name of a part of a pod ([`Key::name`]) → [`PodRecord`].
 pub(crate) const PODS: &str = "PODS";
 
 /// `namespace/name` of a Kubernetes object, zero-padded. The longest is 63 + 1 + 253 bytes.
 pub(crate) type EgressKey = [u8; 320];
-/// A pod UID, zero-padded.
+/// A pod UID and the name of a part, zero-padded.
 pub(crate) type PodKey = [u8; 64];
 
 /// [`PodRecord::flags`]: the clsact qdisc is ours.
@@ -148,9 +146,12 @@ fn unpadded(key: &[u8]) -> String {
     String::from_utf8_lossy(&key[..length]).into_owned()
 }
 
+/// Longest UID that is taken. With the name of a part behind it, it fits a record's key. Those of Kubernetes have 36 bytes.
+const LONGEST_UID: usize = 48;
+
 /// Whether the UID can be a pin's file name and a record's key.
 pub(crate) fn is_valid_uid(uid: &str) -> bool {
-    (1..size_of::<PodKey>()).contains(&uid.len())
+    (1..=LONGEST_UID).contains(&uid.len())
         && uid.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'-')
 }
 
@@ -172,22 +173,28 @@ impl Pods {
         Ok(Self { map: typed(map, PODS)?, size })
     }
 
-    pub(crate) fn load(&self) -> Result<BTreeMap<PodUid, Attached>, DatapathError> {
+    /// A record of a part that a later version knows is none.
+    pub(crate) fn load(&self) -> Result<BTreeMap<Key, Attached>, DatapathError> {
         self.map
             .iter()
-            .map(|entry| entry.map(|(key, record)| (unpadded(&key), Attached::from(&record))))
+            .filter_map(|entry| {
+                entry
+                    .map(|(name, record)| Some((Key::parse(&unpadded(&name))?, Attached::from(&record))))
+                    .transpose()
+            })
             .collect::<Result<_, _>>()
             .map_err(map_error("read", PODS))
     }
 
-    pub(crate) fn store(&mut self, pod: &str, attached: &Attached) -> Result<(), DatapathError> {
-        self.map.insert(padded::<64>(pod), PodRecord::from(attached), 0).map_err(|error| {
-            full_or(error, PODS, self.size, || format!("pod {} ({pod})", attached.name), "--map-pods")
+    pub(crate) fn store(&mut self, key: &Key, attached: &Attached) -> Result<(), DatapathError> {
+        self.map.insert(padded::<64>(&key.name()), PodRecord::from(attached), 0).map_err(|error| {
+            let what = || format!("pod {} ({}, {})", attached.name, key.uid, key.part.label());
+            full_or(error, PODS, self.size, what, "--map-pods")
         })
     }
 
-    pub(crate) fn remove(&mut self, pod: &str) -> Result<(), DatapathError> {
-        match self.map.remove(&padded(pod)) {
+    pub(crate) fn remove(&mut self, key: &Key) -> Result<(), DatapathError> {
+        match self.map.remove(&padded(&key.name())) {
             Err(error) if !is_absent(&error) => Err(map_error("remove from", PODS)(error)),
             _ => Ok(()),
         }

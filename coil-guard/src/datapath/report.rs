@@ -7,6 +7,7 @@ use std::{
 
 use coil_guard_common::abi;
 
+use super::part::Part;
 use crate::{
     cilium::CiliumError,
     clock::Monotonic,
@@ -30,6 +31,8 @@ pub enum Report {
     Attached {
         /// The pod.
         pod: PodUid,
+        /// Which of its programs.
+        part: Part,
         /// Interface that holds the pod's address.
         interface: String,
         /// How.
@@ -43,11 +46,15 @@ pub enum Report {
     Detached {
         /// The pod.
         pod: PodUid,
+        /// Which of its programs.
+        part: Part,
     },
     /// The pod could not be attached, and will be tried again.
     Failed {
         /// The pod.
         pod: PodUid,
+        /// Which of its programs.
+        part: Part,
         /// What was tried, what was found, what to do.
         error: String,
         /// When it is tried again at the latest.
@@ -65,6 +72,8 @@ pub enum Report {
     DetachFailed {
         /// The pod.
         pod: PodUid,
+        /// Which of its programs.
+        part: Part,
         /// What was tried, what was found, what to do.
         error: String,
     },

@@ -14,8 +14,10 @@ use super::{
     cores::Cores,
     layout::Layout,
     own_maps::{map_error, open_own},
+    part::Part,
     program::Binding,
     records::{EGRESSES, Egresses, PODS, Pods, generation, typed},
+    replies::ReplySnapshot,
     report::from_mapped,
     tables::{mark_snapshot, service_address, service_snapshot},
 };
@@ -39,8 +41,10 @@ pub struct Snapshot {
     pub services: BTreeMap<ServiceAddress, ServiceSnapshot>,
     /// Marks.
     pub marks: BTreeMap<IpAddr, MarkSnapshot>,
-    /// Attached pods.
+    /// Attached client pods.
     pub pods: BTreeMap<PodUid, PodSnapshot>,
+    /// Symmetric replies.
+    pub replies: ReplySnapshot,
     /// Maps of Cilium's that the core programs use.
     pub bindings: Vec<BoundMap>,
     /// Kernel ids of the core programs, by name. Without one attached pods are not guarded.
@@ -205,8 +209,10 @@ impl Snapshot {
                 .collect();
         }
         if let Some(map) = open_own(&layout, PODS)? {
-            let pods = Pods::new(map)?.load()?;
-            snapshot.pods = pods.iter().map(|(uid, attached)| (uid.clone(), attached.into())).collect();
+            let parts = Pods::new(map)?.load()?;
+            let guards = parts.iter().filter(|(key, _)| key.part == Part::Guard);
+            snapshot.pods = guards.map(|(key, attached)| (key.uid.clone(), attached.into())).collect();
+            snapshot.replies = ReplySnapshot::read(&layout, &parts)?;
         }
         if let Some(map) = open_own(&layout, maps::AGENT)? {
             let agent: Array<_, abi::AgentState> = typed(map, maps::AGENT)?;

@@ -29,14 +29,13 @@ use super::{
     mailbox::{Mailbox, Wanted},
     namespaces::Namespaces,
     own_maps::open_own,
+    part::{Key, Part},
     program::Binding,
     records::{Attached, PODS, Pods},
+    replies::Returning,
     stub::Stubs,
 };
-use crate::{
-    clock::Monotonic,
-    plan::{PodUid, Want},
-};
+use crate::{clock::Monotonic, plan::Want};
 
 /// How often the ids behind Cilium's pins are compared.
 const BINDING_INTERVAL: Duration = Duration::from_secs(2);
@@ -47,7 +46,7 @@ const FIRST_RETRY: Duration = Duration::from_millis(50);
 /// A namespace's file appears before the namespace is mounted on it, and that before the pod has its address.
 const AFTER_NEW_FILE: Duration = Duration::from_millis(20);
 
-/// What is known of a pod.
+/// What is known of a part of a pod.
 #[derive(Debug, Default)]
 struct Pod {
     attached: Option<Attached>,
@@ -85,7 +84,8 @@ pub(crate) struct Worker {
     records: Option<Pods>,
     cores: Option<Cores>,
     stubs: Option<Stubs>,
-    pods: BTreeMap<PodUid, Pod>,
+    pods: BTreeMap<Key, Pod>,
+    returning: Option<Returning>,
     binding: Option<Binding>,
     bound: Bound,
     /// The binding is one of which it was told.
@@ -114,6 +114,7 @@ impl Worker {
             cores: None,
             stubs: None,
             pods: BTreeMap::new(),
+            returning: None,
             binding: None,
             bound: Bound::Unknown,
             told_bound: false,
@@ -201,9 +202,11 @@ impl Worker {
     }
 
     fn progress(&self, wanted: &Wanted) -> Progress {
-        let wanted_pods = || wanted.pods.keys().filter_map(|uid| self.pods.get(uid));
+        // Without its reply parts a pod is guarded all the same.
+        let guards = || wanted.targets.keys().filter(|key| key.part == Part::Guard);
+        let wanted_pods = || guards().filter_map(|key| self.pods.get(key));
         Progress {
-            wanted: wanted.pods.len(),
+            wanted: guards().count(),
             attached: wanted_pods().filter(|pod| pod.attached.is_some()).count(),
             failing: wanted_pods().filter(|pod| pod.last_error.is_some()).count(),
             bound: match self.bound {
@@ -228,12 +231,14 @@ impl Worker {
         let records = Pods::new(map)?;
         self.cores = Cores::open(&self.layout)?;
         self.stubs = Some(Stubs::new(&self.layout)?);
-        for (uid, attached) in records.load()? {
-            self.pods.insert(uid, Pod { attached: Some(attached), ..Pod::default() });
+        self.returning = Returning::open(&self.layout)?;
+        for (key, attached) in records.load()? {
+            self.pods.insert(key, Pod { attached: Some(attached), ..Pod::default() });
         }
-        for uid in self.layout.pinned_links()? {
+        for key in self.layout.pinned_links()? {
             // Pinned by an agent that died before it wrote the record.
-            self.pods.entry(uid).or_insert_with(|| Pod {
+            let core = Core::of_part(key.part);
+            self.pods.entry(key).or_insert_with(|| Pod {
                 attached: Some(Attached {
                     name: String::new(),
                     attachment: Attachment::Tcx,
@@ -244,7 +249,7 @@ impl Worker {
                     qdisc_added: false,
                     ports_overlap: false,
                     addresses: Vec::new(),
-                    core: Core::Guard,
+                    core,
                     stub: 0,
                 }),
                 ..Pod::default()
@@ -269,6 +274,7 @@ impl Worker {
         self.binding = None;
         self.bound = Bound::Unknown;
         self.binding_at = Instant::now();
+        self.returning = None;
         self.pods.clear();
         remove_tree(self.layout.directory(), &mut Vec::new())
     }
@@ -276,8 +282,9 @@ impl Worker {
     /// Removes what agents of other layout versions left, once everything wanted is attached by this one: until then theirs
     /// go on guarding.
     fn retire_other_versions(&mut self, wanted: &Wanted) -> Result<(), DatapathError> {
-        let attached = |uid: &PodUid| self.pods.get(uid).is_some_and(|pod| pod.attached.is_some());
-        let missing = wanted.pods.iter().any(|(uid, client)| client.want == Want::Attached && !attached(uid));
+        let attached = |key: &Key| self.pods.get(key).is_some_and(|pod| pod.attached.is_some());
+        let missing =
+            wanted.targets.iter().any(|(key, target)| target.want == Want::Attached && !attached(key));
         if self.others_retired || missing {
             return Ok(());
         }
@@ -327,9 +334,9 @@ impl Worker {
     }
 
     fn next_retry(&self, wanted: &Wanted) -> Option<Instant> {
-        let retries = wanted.pods.iter().filter_map(|(uid, client)| {
-            let pod = self.pods.get(uid)?;
-            if pod.attached.is_none() && client.want == Want::WhileTunnelled { None } else { pod.retry_at }
+        let retries = wanted.targets.iter().filter_map(|(key, target)| {
+            let pod = self.pods.get(key)?;
+            if pod.attached.is_none() && target.want == Want::WhileTunnelled { None } else { pod.retry_at }
         });
         retries.min()
     }

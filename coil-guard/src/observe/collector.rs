@@ -24,6 +24,22 @@ use crate::{
 pub struct SnapshotCell(Arc<Mutex<Option<Snapshot>>>);
 
 impl SnapshotCell {
+    #[expect(clippy::unused_self, reason = "reads as one with the collector")]
+    fn replies(&self, sheet: &mut Sheet<'_, '_>, snapshot: &Snapshot) -> fmt::Result {
+        let replies = &snapshot.replies;
+        sheet.counters(
+            "reply_packets",
+            "Packets of mode rewrite that the programs for symmetric replies saw, by what was done with them",
+            replies.packets.iter().map(|(action, packets)| ([("action", *action)], *packets)),
+        )?;
+        let sides = [("client", replies.clients.len()), ("egress", replies.egress_pods.len())];
+        sheet.gauges(
+            "reply_pods",
+            "Pods of this node with programs for symmetric replies, by the side that they are on",
+            sides.map(|(side, pods)| ([("side", side)], i64::try_from(pods).unwrap_or(i64::MAX))),
+        )
+    }
+
     /// Replaces the snapshot. `None` leaves the datapath's metrics out.
     pub fn set(&self, snapshot: Option<Snapshot>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = snapshot;
@@ -140,6 +156,7 @@ impl Collector for SnapshotCell {
             }),
         )?;
         self.drains(&mut sheet, snapshot)?;
+        self.replies(&mut sheet, snapshot)?;
         sheet.gauges(
             "heartbeat_valid_seconds",
             "For how much longer the agent's list of ready backends counts; negative when it does not",

@@ -143,6 +143,21 @@ pub struct ClientPod {
     pub egresses: BTreeSet<EgressName>,
     /// None of the guarded Egresses that it may have a tunnel to is in a mode that writes to Cilium's maps.
     pub read_only: bool,
+    /// It names, or named, an Egress in mode rewrite whose replies can be made symmetric.
+    pub symmetric: bool,
+}
+
+/// A pod of this node that belongs to an Egress in mode rewrite, and can make its replies symmetric.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LocalEgressPod {
+    /// Kubernetes namespace.
+    pub namespace: String,
+    /// Object name.
+    pub name: String,
+    /// Pod addresses; at most one of each family is used.
+    pub addresses: BTreeSet<IpAddr>,
+    /// Its Egress.
+    pub egress: EgressName,
 }
 
 /// What an earlier agent had marked an address as.
@@ -165,8 +180,18 @@ pub struct Desired {
     pub marks: BTreeMap<IpAddr, Mark>,
     /// Pods to be attached, by UID. A pod that is not here is detached.
     pub pods: BTreeMap<PodUid, ClientPod>,
+    /// Egress pods of this node that are to send symmetric replies, by UID. One that is not here is detached.
+    pub egress_pods: BTreeMap<PodUid, LocalEgressPod>,
     /// When the plan changes by the passing of time alone.
     pub next_change: Option<Monotonic>,
+}
+
+impl Desired {
+    /// Whether there is anything to do on this node.
+    #[must_use]
+    pub fn is_guarding(&self) -> bool {
+        !self.services.is_empty() || !self.egress_pods.is_empty()
+    }
 }
 
 /// What Cilium's maps hold of guarded services: the backend addresses in each one's slots, selectable or not, and in

@@ -72,7 +72,7 @@ pub fn plan(
     complete: bool,
     now: Monotonic,
 ) -> Desired {
-    let guarded: BTreeMap<&EgressName, (&Egress, Mode)> = index
+    let guarded: Guarded<'_> = index
         .egresses()
         .iter()
         .filter_map(|(name, egress)| Some((name, (egress, settings.mode(egress)?))))
@@ -96,8 +96,18 @@ pub fn plan(
         }
     }
     (desired.marks, desired.next_change) = marks.finish(now);
-    desired.pods = pods(index, &guarded, attached, !desired.services.is_empty());
+    let owners = owners(index);
+    desired.pods = pods(index, &guarded, &owners, attached, !desired.services.is_empty());
+    desired.egress_pods = egress_pods(index, &guarded, &owners);
     desired
+}
+
+/// The Egresses that are guarded, and how.
+type Guarded<'a> = BTreeMap<&'a EgressName, (&'a Egress, Mode)>;
+
+/// Whether replies of this Egress can be made symmetric: with `fouSourcePortAuto` they come from a port of their own.
+fn is_symmetric(guarded: &Guarded<'_>, egress: &EgressName) -> bool {
+    guarded.get(egress).is_some_and(|(egress, mode)| *mode == Mode::Rewrite && !egress.sport_auto)
 }
 
 /// The Egresses that matter on this node; `None` for all of them. A thousand Egresses of which ten have clients here cost
@@ -111,12 +121,8 @@ fn on_this_node<'a>(index: &'a Index, attached: &BTreeSet<PodUid>) -> Option<BTr
     (!pods.values().any(is_strange)).then(|| pods.values().flat_map(named).collect())
 }
 
-fn pods(
-    index: &Index,
-    guarded: &BTreeMap<&EgressName, (&Egress, Mode)>,
-    attached: &BTreeSet<PodUid>,
-    any_service: bool,
-) -> BTreeMap<PodUid, ClientPod> {
+/// Which of the pods of this node has an address.
+fn owners(index: &Index) -> BTreeMap<IpAddr, &Local> {
     let mut owners: BTreeMap<IpAddr, &Local> = BTreeMap::new();
     for local in index.local_pods().values().filter(|local| !local.pod.finished) {
         for address in &local.pod.addresses {
@@ -126,11 +132,49 @@ fn pods(
             }
         }
     }
+    owners
+}
+
+/// Addresses that are the pod's and not those of another one that got them after it.
+fn own_addresses(owners: &BTreeMap<IpAddr, &Local>, local: &Local) -> BTreeSet<IpAddr> {
+    let owns = |address: &&IpAddr| owners.get(*address).is_some_and(|owner| owner.pod.uid == local.pod.uid);
+    local.pod.addresses.iter().filter(owns).copied().collect()
+}
+
+fn egress_pods(
+    index: &Index,
+    guarded: &Guarded<'_>,
+    owners: &BTreeMap<IpAddr, &Local>,
+) -> BTreeMap<PodUid, LocalEgressPod> {
+    let mut pods = BTreeMap::new();
+    if !guarded.keys().any(|egress| is_symmetric(guarded, egress)) {
+        return pods;
+    }
+    for (name, local) in index.local_pods().iter().filter(|(_, local)| !local.pod.finished) {
+        let egress = index.egress_pod(&local.pod.uid).and_then(|(_, pod)| pod.egress.as_ref());
+        let Some(egress) = egress.filter(|egress| is_symmetric(guarded, egress)) else { continue };
+        let addresses = own_addresses(owners, local);
+        if !addresses.is_empty() {
+            let (namespace, name) = (name.namespace.clone(), name.name.clone());
+            let pod = LocalEgressPod { namespace, name, addresses, egress: egress.clone() };
+            pods.insert(local.pod.uid.clone(), pod);
+        }
+    }
+    pods
+}
+
+fn pods(
+    index: &Index,
+    guarded: &Guarded<'_>,
+    owners: &BTreeMap<IpAddr, &Local>,
+    attached: &BTreeSet<PodUid>,
+    any_service: bool,
+) -> BTreeMap<PodUid, ClientPod> {
+    let any_symmetric = guarded.keys().any(|egress| is_symmetric(guarded, egress));
     let mut pods = BTreeMap::new();
     for (name, local) in index.local_pods() {
         let pod = &local.pod;
-        let owns = |address: &&IpAddr| owners.get(*address).is_some_and(|owner| owner.pod.uid == pod.uid);
-        let addresses: BTreeSet<IpAddr> = pod.addresses.iter().filter(owns).copied().collect();
+        let addresses = own_addresses(owners, local);
         if pod.finished || addresses.is_empty() {
             continue;
         }
@@ -151,8 +195,14 @@ fn pods(
         } else {
             continue;
         };
+        // Taking the annotation away leaves the tunnel, and its flows at the ports that they were given.
+        let symmetric = (want == Want::WhileTunnelled && any_symmetric)
+            || pod.egresses.iter().chain(&local.before).any(|egress| is_symmetric(guarded, egress));
         let (namespace, name) = (name.namespace.clone(), name.name.clone());
-        pods.insert(pod.uid.clone(), ClientPod { namespace, name, addresses, want, egresses, read_only });
+        pods.insert(
+            pod.uid.clone(),
+            ClientPod { namespace, name, addresses, want, egresses, read_only, symmetric },
+        );
     }
     pods
 }

@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     clock::Monotonic,
-    datapath::{Datapath, FlowEvent, How, Report},
+    datapath::{Datapath, FlowEvent, How, Part, Report},
     index::{Index, Update},
     k8s::{EventWriter, Health, Message, Node, Watches},
     observe::{Endpoints, Metrics, SnapshotRequest},
@@ -289,10 +289,17 @@ impl Agent {
         };
         let now = Monotonic::now();
         match report {
-            Report::Attached { pod, interface, attachment, ports_overlap, how } => {
+            Report::Attached { pod, part, interface, attachment, ports_overlap, how } => {
                 let name = self.pod_name(&pod);
-                self.names.insert(pod.clone(), name.clone());
-                tracing::info!(pod = name, uid = pod, interface, ?attachment, ?how, "attached");
+                tracing::info!(
+                    pod = name,
+                    uid = pod,
+                    part = part.label(),
+                    interface,
+                    ?attachment,
+                    ?how,
+                    "attached"
+                );
                 count(match how {
                     How::Fresh => "attached",
                     How::Kept => "kept",
@@ -302,22 +309,29 @@ impl Agent {
                 if how == How::Restored {
                     tracing::warn!(
                         pod = name,
+                        part = part.label(),
                         "somebody had removed the pod's program; it was attached anew"
                     );
                 }
-                if let Some(client) = self.desired.pods.get(&pod).filter(|_| ports_overlap) {
-                    self.notices.ports_overlap(&self.index, client, now);
+                if part == Part::Guard {
+                    if let Some(client) = self.desired.pods.get(&pod).filter(|_| ports_overlap) {
+                        self.notices.ports_overlap(&self.index, client, now);
+                    }
+                    self.names.insert(pod.clone(), name);
+                    self.attached.insert(pod);
                 }
-                self.attached.insert(pod);
             }
-            Report::Detached { pod } => {
-                tracing::info!(pod = self.pod_name(&pod), uid = pod, "detached");
+            Report::Detached { pod, part } => {
+                tracing::info!(pod = self.pod_name(&pod), uid = pod, part = part.label(), "detached");
                 count("detached");
-                self.attached.remove(&pod);
-                self.names.remove(&pod);
+                if part == Part::Guard {
+                    self.attached.remove(&pod);
+                    self.names.remove(&pod);
+                }
             }
-            Report::Failed { pod, error, retry_in } => {
-                tracing::warn!(pod = self.pod_name(&pod), uid = pod, error, ?retry_in, "cannot attach");
+            Report::Failed { pod, part, error, retry_in } => {
+                let name = self.pod_name(&pod);
+                tracing::warn!(pod = name, uid = pod, part = part.label(), error, ?retry_in, "cannot attach");
                 count("failed");
                 if let Some(client) = self.desired.pods.get(&pod) {
                     self.notices.attach_failed(&self.index, client, &error, now);
@@ -326,8 +340,15 @@ impl Agent {
             Report::CoreFailed { error, retry_in } => {
                 tracing::error!(error, ?retry_in, "cannot load the core program");
             }
-            Report::DetachFailed { pod, error } => {
-                tracing::warn!(pod = self.pod_name(&pod), uid = pod, error, "cannot detach; trying again");
+            Report::DetachFailed { pod, part, error } => {
+                let name = self.pod_name(&pod);
+                tracing::warn!(
+                    pod = name,
+                    uid = pod,
+                    part = part.label(),
+                    error,
+                    "cannot detach; trying again"
+                );
                 count("detach_failed");
             }
             Report::Bound(maps) => {
@@ -345,8 +366,13 @@ impl Agent {
     }
 
     fn pod_name(&self, uid: &PodUid) -> String {
-        let planned = self.desired.pods.get(uid).map(|pod| format!("{}/{}", pod.namespace, pod.name));
-        planned.or_else(|| self.names.get(uid).cloned()).unwrap_or_else(|| "(unknown)".to_owned())
+        let client = self.desired.pods.get(uid).map(|pod| format!("{}/{}", pod.namespace, pod.name));
+        let egress_pod =
+            || self.desired.egress_pods.get(uid).map(|pod| format!("{}/{}", pod.namespace, pod.name));
+        client
+            .or_else(egress_pod)
+            .or_else(|| self.names.get(uid).cloned())
+            .unwrap_or_else(|| "(unknown)".to_owned())
     }
 
     fn take_flow(&mut self, flow: &FlowEvent) {

@@ -377,6 +377,7 @@ mod tests {
                 want: Want::Attached,
                 egresses: BTreeSet::from([named(EGRESS)]),
                 read_only: false,
+                symmetric: false,
             };
             notices.attach_failed(&index, &pod, "no namespace has its address", at(0));
             notices.ports_overlap(&index, &pod, at(0));

@@ -12,7 +12,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use aya::maps::{MapData, MapInfo, MapType};
+use aya::{
+    maps::{MapData, MapInfo, MapType},
+    programs::TcAttachType,
+};
 use coil_guard::{
     cilium::{MapSpec, SPECS4, SPECS6},
     clock::Monotonic,
@@ -234,8 +237,13 @@ impl PodNamespace {
 
     /// Ids of the TCX programs on eth0's egress, in order.
     pub(crate) fn tcx(&self) -> Vec<u32> {
+        self.tcx_on(TcAttachType::Egress)
+    }
+
+    /// As [`Self::tcx`], on either hook.
+    pub(crate) fn tcx_on(&self, hook: TcAttachType) -> Vec<u32> {
         self.within(|| {
-            aya::programs::SchedClassifier::query_tcx("eth0", aya::programs::TcAttachType::Egress)
+            aya::programs::SchedClassifier::query_tcx("eth0", hook)
                 .map(|(_, programs)| programs.iter().map(aya::programs::ProgramInfo::id).collect())
                 .unwrap_or_default()
         })
@@ -301,6 +309,7 @@ pub(crate) fn desired(mode: Mode, pods: &[(&str, &[&str])]) -> Desired {
                 ((*uid).to_owned(), ClientPod { read_only: !mode.writes(), ..pod })
             })
             .collect(),
+        egress_pods: BTreeMap::new(),
         next_change: None,
     }
 }
@@ -313,6 +322,7 @@ pub(crate) fn client(uid: &str, addresses: &[&str], want: Want) -> ClientPod {
         want,
         egresses: BTreeSet::from([egress()]),
         read_only: false,
+        symmetric: false,
     }
 }
 

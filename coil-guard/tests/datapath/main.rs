@@ -5,4 +5,5 @@ mod binding;
 mod clsact;
 mod cores;
 mod harness;
+mod replies;
 mod tables;

@@ -16,8 +16,8 @@ use coil_guard_common::{
     abi::{
         AgentState, BackendMark, CORE_PROGRAM, ClientServiceKey, DrainStats, EgressCounters, Event,
         FragmentKey, FragmentPorts, GuardedService, InnerFlow, InnerFlowKey, LeavingKey, LeavingSeen,
-        POD_CONFIG, PROGRAM, PinnedPort, PinnedPortKey, PodConfig, Previous, READ_ONLY, ReportKey,
-        ServiceKey, core_slot, maps,
+        POD_CONFIG, PROGRAM, PinnedPort, PinnedPortKey, PodConfig, Previous, READ_ONLY, ReportKey, Return,
+        ReturnKey, Returning, ServiceKey, core_slot, maps,
     },
     cilium::{AFFINITY_MATCH, MAPS4, MAPS6},
     counters::Reason,
@@ -313,6 +313,8 @@ impl Instance {
         self.empty::<FragmentKey, FragmentPorts>(maps::FRAGMENTS)?;
         self.empty::<ClientServiceKey, Previous>(maps::PREVIOUS)?;
         self.empty::<PinnedPortKey, PinnedPort>(maps::PINNED_PORTS)?;
+        self.empty::<[u8; 16], Returning>(maps::RETURNING)?;
+        self.empty::<ReturnKey, Return>(maps::RETURNS)?;
         self.empty::<LeavingKey, LeavingSeen>(maps::LEAVING)?;
         self.empty::<[u8; 16], DrainStats>(maps::DRAINS)?;
         self.empty::<ReportKey, u64>(maps::REPORTED)?;

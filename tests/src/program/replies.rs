@@ -1,28 +1,30 @@
 //! The programs for symmetric replies, loaded from the agent's object over maps that nobody else uses.
 
-use std::{env, fmt, fs, net::IpAddr};
+use std::{
+    env, fmt, fs,
+    net::{IpAddr, Ipv6Addr},
+};
 
 use anyhow::{Context as _, Result, ensure};
 use aya::{
     Ebpf, EbpfLoader, Pod, TestRun as _, TestRunOptions, VerifierLogLevel,
-    maps::{HashMap, MapData, PerCpuArray},
+    maps::{HashMap, MapData, PerCpuArray, PerCpuValues},
     programs::SchedClassifier,
 };
 use coil_guard_common::{
     abi::{
-        Answer, AnswerKey, BackendMark, POD_HAS_IPV4, POD_HAS_IPV6, REPLY_CONFIG, ReplyConfig, Return,
-        ReturnKey, maps, mark, reply_program,
+        Answer, AnswerKey, BackendMark, PodConfig, Return, ReturnKey, Returning, maps, mark, reply_program,
     },
     counters::ReplyCount,
 };
 
 use super::{
     clock::monotonic,
-    scene::{CLIENT_GENERATION, address_of, mapped, pod_config},
+    scene::{CLIENT_GENERATION, Scene, address_of, mapped, pod_config},
 };
 use crate::{
     cilium::IpFamily,
-    fou::{self, ChecksumKind, FOU_PORT, Outer, checksum},
+    fou::{self, ChecksumKind, Outer, checksum},
     program::{Checksum, udp_offset},
 };
 
@@ -53,20 +55,15 @@ impl Replies {
     ///
     /// When the agent was built without programs, or the kernel refuses one.
     pub fn load() -> Result<Self> {
-        let mut config = ReplyConfig {
+        let config = PodConfig {
             address6: octets6(address_of(IpFamily::V6, EGRESS_POD)),
             address4: octets4(address_of(IpFamily::V4, EGRESS_POD)),
-            flags: POD_HAS_IPV4 | POD_HAS_IPV6,
-            generation: 0,
-            fou_port: FOU_PORT.to_be_bytes(),
-            pad: [0; 2],
+            generation: CLIENT_GENERATION + 1,
+            ..pod_config()
         };
         let mut verified = Vec::new();
         let egress_pod = load(&config, &[reply_program::LEARN, reply_program::ANSWER], &mut verified)?;
-        let client = pod_config();
-        (config.address4, config.address6) = (client.address4, client.address6);
-        config.generation = CLIENT_GENERATION;
-        let client = load(&config, &[reply_program::RETURN], &mut verified)?;
+        let client = load(&pod_config(), &[reply_program::RETURN], &mut verified)?;
         Ok(Self { egress_pod, client, verified })
     }
 
@@ -164,8 +161,32 @@ impl Replies {
     }
 }
 
+impl Scene {
+    /// Says that the replies of a client pod of this generation at the scene's client's address are turned back.
+    ///
+    /// # Errors
+    ///
+    /// When the map cannot be written.
+    pub fn returning(&mut self, generation: u32) -> Result<()> {
+        let client = mapped(self.client());
+        self.guard.set(maps::RETURNING, &client, &Returning { generation, pad: 0 })
+    }
+
+    /// What a port was given to the client for: address of the service, and generation of the pod.
+    ///
+    /// # Errors
+    ///
+    /// When the map has other types.
+    pub fn given(&self, port: u16) -> Result<Option<(IpAddr, u32)>> {
+        let key = ReturnKey { client: mapped(self.client()), port: port.to_be_bytes(), pad: [0; 2] };
+        let given = self.guard.own::<ReturnKey, Return>(maps::RETURNS)?.get(&key, 0).ok();
+        Ok(given.map(|given| (Ipv6Addr::from(given.service).to_canonical(), given.generation)))
+    }
+}
+
+/// Loads cores, for the pod of which their stubs would tell.
 fn load(
-    config: &ReplyConfig,
+    config: &PodConfig,
     programs: &[&'static str],
     verified: &mut Vec<(&'static str, u32)>,
 ) -> Result<Ebpf> {
@@ -173,11 +194,15 @@ fn load(
     let object = other.as_deref().unwrap_or(coil_guard::datapath::REPLIES_OBJECT);
     ensure!(!object.is_empty(), "this build has no eBPF programs: run `cargo xtask setup`, then build again");
     let mut loader = EbpfLoader::new();
-    loader.btf(None).verifier_log_level(VerifierLogLevel::STATS).override_global(REPLY_CONFIG, config, true);
+    loader.btf(None).verifier_log_level(VerifierLogLevel::STATS);
     for name in [maps::ANSWERS, maps::RETURNS, maps::BACKEND_MARKS] {
         loader.map_max_entries(name, 4096);
     }
     let mut ebpf = loader.load(object).context("cannot read the object")?;
+    let map = ebpf.map_mut(maps::CLIENT).context("the object has no map of the pod")?;
+    let mut pod = PerCpuArray::<_, PodConfig>::try_from(map)?;
+    let processors = pod.get(&0, 0)?.len();
+    pod.set(0, PerCpuValues::try_from(vec![*config; processors])?, 0).context("cannot tell of the pod")?;
     for name in programs {
         let program: &mut SchedClassifier = ebpf
             .program_mut(name)

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 
-use super::{EGRESS, NAMESPACE, Scenario};
+use super::{EGRESS, NAMESPACE, NODE, Scenario};
 use crate::{
     kube_api::{
         KubeApi,
@@ -22,6 +22,7 @@ pub struct ScenarioBuilder {
     pub(super) grace: i64,
     pre_stop: bool,
     pub(super) arguments: Vec<String>,
+    pub(super) backend_node: &'static str,
     agent: bool,
 }
 
@@ -38,6 +39,7 @@ impl ScenarioBuilder {
             grace: 30,
             pre_stop: true,
             arguments: Vec::new(),
+            backend_node: "node-2",
             agent: true,
         }
     }
@@ -84,6 +86,12 @@ impl ScenarioBuilder {
     pub fn arguments(mut self, arguments: &[&str]) -> Self {
         self.arguments.extend(arguments.iter().map(|argument| (*argument).to_owned()));
         self
+    }
+
+    /// With egress pods that are on the clients' node to Kubernetes too: the agent guards both ends.
+    #[must_use]
+    pub fn local_backends(self) -> Self {
+        Self { backend_node: NODE, ..self }
     }
 
     /// Without an agent at first.

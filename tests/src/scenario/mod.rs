@@ -99,8 +99,8 @@ impl Scenario {
         if self.backends.len() <= index {
             self.backends.resize(index + 1, None);
         }
-        let mut spec =
-            PodSpec::new(&format!("{EGRESS}-{index}"), "node-2", &self.lab.backend(index).addresses);
+        let node = self.options.backend_node;
+        let mut spec = PodSpec::new(&format!("{EGRESS}-{index}"), node, &self.lab.backend(index).addresses);
         spec.grace = self.options.grace;
         self.backends[index] = Some(self.cluster.backend(NAMESPACE, EGRESS, &spec)?);
         Ok(())

@@ -188,7 +188,7 @@ fn the_memory_limit_covers_the_maps_and_a_program_for_each_of_250_pods() -> Resu
     let others = [sizes.services, sizes.marks, sizes.fragments, sizes.previous, sizes.leaving, sizes.drains];
     let small = others
         .iter()
-        .chain([&sizes.egresses, &sizes.pods, &sizes.pinned_ports])
+        .chain([&sizes.egresses, &sizes.pods, &sizes.pinned_ports, &sizes.returns, &sizes.answers])
         .map(|entries| u64::from(*entries) * 256)
         .sum::<u64>();
     let programs = 250 * (96 << 10);

@@ -4,21 +4,24 @@ use std::net::IpAddr;
 
 use anyhow::{Context as _, Result, ensure};
 use coil_guard_common::{
-    abi::{ANSWER_VALID_FOR, Answer, AnswerKey, reply_program},
-    counters::ReplyCount,
+    abi::{ANSWER_VALID_FOR, Answer, AnswerKey, RETURN_PORT_FIRST, mode, reply_program},
+    counters::{Reason, ReplyCount},
 };
 use coil_guard_tests::{
     cilium::{IpFamily, hex},
-    fou::{FOU_PORT, InnerPacket, checksum},
+    fou::{FOU_PORT, InnerPacket, checksum, tcp},
     net::lab_test,
     program::{
-        CLIENT_GENERATION, Checksum, Replies, Rng, address_of, bytes, frame_between, monotonic,
+        CLIENT_GENERATION, Checksum, REV_NAT, Replies, Rng, address_of, bytes, frame_between, monotonic,
         replies::{answer_key, client, egress_pod, service},
         udp_offset,
     },
 };
 
-use crate::{hostile::mutate, support::FAMILIES};
+use crate::{
+    hostile::mutate,
+    support::{self, FAMILIES, OTHER_PORT},
+};
 
 /// A port at which a client can have replies.
 const PORT: u16 = 65400;
@@ -265,6 +268,37 @@ fn what_is_no_reply_keeps_its_port() -> Result<()> {
             ensure!(counted_now == u64::from(counted), "{what}: counted {counted_now} times");
         }
         ensure!(replies.count(ReplyCount::Returned)? == 0, "counted as returned");
+        Ok(())
+    })
+}
+
+/// Which half of the ports a flow is given says whether its client can have replies there.
+#[test]
+fn a_client_whose_replies_are_turned_back_is_given_a_port_that_says_so() -> Result<()> {
+    support::each_family(|scene, family| {
+        let own = CLIENT_GENERATION;
+        for (what, returning, port, symmetric) in [
+            ("nothing is known of it", None, FOU_PORT, false),
+            ("it is", Some(own), FOU_PORT, true),
+            ("an earlier pod was", Some(own + 1), FOU_PORT, false),
+            ("fouSourcePortAuto", Some(own), OTHER_PORT, false),
+        ] {
+            scene.begin(family, mode::REWRITE)?;
+            scene.entry(port, 1, REV_NAT)?;
+            scene.leaving(1, 0)?;
+            if let Some(generation) = returning {
+                scene.returning(generation)?;
+            }
+            let inner = bytes(&scene.tcp(1, tcp::SYN));
+            let frame = scene.frame_with(port, &inner, Checksum::None, true);
+            let run = scene.run(&frame)?;
+            ensure!(run.reason == Reason::NewPort, "{what}: {:?}", run.reason);
+            let udp = udp_offset(&frame, &inner);
+            let given = u16::from_be_bytes([run.output[udp], run.output[udp + 1]]);
+            ensure!((given >= RETURN_PORT_FIRST) == symmetric, "{what}: port {given}");
+            let expected = symmetric.then(|| (scene.cluster_ip(), own));
+            ensure!(scene.given(given)? == expected, "{what}: {:?}", scene.given(given)?);
+        }
         Ok(())
     })
 }

@@ -9,13 +9,14 @@ use super::{
     Status,
     egress::{Backend, Clients, Cutover, Egress, backend, egresses},
     problems::problems,
+    replies::{self, replies},
     state_of_mark,
 };
 use crate::{
     cilium::state_name,
     clock::Monotonic,
-    datapath::{GivenPort, draining},
-    plan::Keep,
+    datapath::{GivenPort, PodSnapshot, draining},
+    plan::{Keep, PodUid},
 };
 
 pub(super) fn json(status: &Status) -> Value {
@@ -43,7 +44,7 @@ pub(super) fn json(status: &Status) -> Value {
         .iter()
         .map(|(name, counters)| (name.to_string(), json!({"counters": numbers(counters)})))
         .collect();
-    by_name.extend(views.iter().map(|egress| (egress.title(), one_egress(now, egress))));
+    by_name.extend(views.iter().map(|egress| (egress.title(), one_egress(status, egress))));
     json!({
         "heartbeat": snapshot.heartbeat_until.map(|until| from(now, until)),
         "problems": problems(status, &views),
@@ -54,15 +55,24 @@ pub(super) fn json(status: &Status) -> Value {
         "packets": snapshot.packets,
         "ciliumMaps": snapshot.bindings,
         "corePrograms": snapshot.cores,
+        "replies": {
+            "packets": snapshot.replies.packets, "learntClients": snapshot.replies.learnt,
+            "clients": pod_names(&snapshot.replies.clients), "egressPods": pod_names(&snapshot.replies.egress_pods),
+        },
         "ciliumError": status.cilium.as_ref().err(),
     })
+}
+
+fn pod_names(pods: &BTreeMap<PodUid, PodSnapshot>) -> Vec<&str> {
+    pods.values().map(|pod| pod.name.as_str()).collect()
 }
 
 fn from(now: Monotonic, time: Monotonic) -> f64 {
     if time >= now { time.since(now).as_secs_f64() } else { -now.since(time).as_secs_f64() }
 }
 
-fn one_egress(now: Monotonic, egress: &Egress<'_>) -> Value {
+fn one_egress(status: &Status, egress: &Egress<'_>) -> Value {
+    let now = status.snapshot.time;
     let services = egress.services.iter().map(|(address, service)| {
         json!({"address": address.address, "port": address.port, "mode": service.mode.name()})
     });
@@ -79,6 +89,7 @@ fn one_egress(now: Monotonic, egress: &Egress<'_>) -> Value {
         "draining": egress.draining(),
         "lastCutovers": cutovers.collect::<Vec<_>>(),
         "givenPorts": egress.given.iter().map(|given| one_given(now, given)).collect::<Vec<_>>(),
+        "replies": replies(status, egress).map(replies::json),
         "counters": egress.counters.map(numbers),
     })
 }

@@ -5,7 +5,7 @@ use coil_guard_common::counters::Reason;
 use super::{
     Status,
     egress::{Clients, Egress},
-    seconds,
+    replies, seconds,
 };
 use crate::datapath::Snapshot;
 
@@ -26,6 +26,7 @@ pub(super) fn problems(status: &Status, egresses: &[Egress<'_>]) -> Vec<String> 
         problems.extend(services(status, egress));
         problems.extend(backends(status, egress));
         problems.extend(stuck(snapshot, egress));
+        problems.extend(replies::problem(status, egress));
         problems.extend(counters(egress));
     }
     let unknown = snapshot.packets.get(Reason::UnknownService.label()).copied().unwrap_or(0);

@@ -12,7 +12,7 @@ use super::{json::json, text::text, *};
 use crate::{
     cilium::{CurrentBackend, CurrentService},
     clock::Monotonic,
-    datapath::{Attachment, BoundMap, MarkSnapshot, PodSnapshot, ServiceSnapshot},
+    datapath::{Attachment, BoundMap, MarkSnapshot, PodSnapshot, ReplySnapshot, ServiceSnapshot},
     plan::{EgressName, Keep, Mode, ServiceAddress},
 };
 
@@ -69,6 +69,7 @@ fn snapshot() -> Snapshot {
             (ip(2), mark(MarkState::Ready, Keep::ForEver)),
             (ip(3), mark(MarkState::NotReady, Keep::Until(at(95)))),
         ]),
+        replies: ReplySnapshot::default(),
         pods: BTreeMap::from([("uid-1".to_owned(), pod)]),
         bindings: vec![BoundMap { name: MAP.into(), id: Some(7) }],
         cores: [("guard", 18)].into(),

@@ -12,6 +12,7 @@ use super::{
     egress::{Backend, Clients, Cutover, Egress, egresses, others},
     exact,
     problems::problems,
+    replies::{self, replies},
     seconds, state_of_mark,
 };
 use crate::{
@@ -118,6 +119,9 @@ fn write_egress(out: &mut String, status: &Status, egress: &Egress<'_>) -> Resul
         writeln!(out)?;
     }
     write_given(out, egress)?;
+    if let Some(found) = replies(status, egress) {
+        writeln!(out, "  Replies: {}", replies::text(found))?;
+    }
     writeln!(out, "  Backends: {}", egress.backends.len())?;
     write_backends(out, status, &egress.backends)?;
     for cutover in &egress.cutovers {

@@ -57,9 +57,10 @@ impl Worker {
         };
         let attached =
             self.pods.values().filter_map(|pod| pod.attached.as_ref().map(|attached| attached.core));
-        let allowed = |core: &Core| !self.options.read_only || *core == Core::ReadOnly;
+        // Those for replies know nothing of Cilium's maps.
+        let allowed = |core: &Core| !self.options.read_only || *core != Core::Guard;
         let needed: BTreeSet<_> =
-            wanted.pods.values().map(Core::of).chain(attached).filter(allowed).collect();
+            wanted.targets.values().map(|target| target.core).chain(attached).filter(allowed).collect();
         let mut failures = Vec::new();
         for core in Core::ALL {
             let needed = needed.contains(&core);

@@ -4,7 +4,7 @@ use super::{Pod, Worker};
 use crate::{
     datapath::{
         Attachment, attach::clsact_program, layout::unpin, mailbox::Wanted, namespaces::within_each,
-        netlink::Netlink, pods::link_program,
+        netlink::Netlink, part::Key, pods::link_program,
     },
     plan::Want,
 };
@@ -22,18 +22,18 @@ impl Worker {
         }
         let mut lost = Vec::new();
         let mut inside = Vec::new();
-        for (uid, pod) in &self.pods {
+        for (key, pod) in &self.pods {
             let Some(attached) = &pod.attached else { continue };
             if attached.attachment == Attachment::Tcx {
-                match link_program(&self.layout, uid) {
+                match link_program(&self.layout, key) {
                     Ok(Some(_)) => {}
-                    Ok(None) => lost.push(uid.clone()),
+                    Ok(None) => lost.push(key.clone()),
                     Err(error) => self.warn(error.to_string()),
                 }
             }
-            let tunnelled = wanted.pods.get(uid).is_some_and(|client| client.want == Want::WhileTunnelled);
+            let tunnelled = wanted.targets.get(key).is_some_and(|target| target.want == Want::WhileTunnelled);
             if tunnelled || attached.attachment == Attachment::Clsact {
-                inside.push((uid.clone(), attached.namespace, attached.interface_index, attached.attachment));
+                inside.push((key.clone(), attached.namespace, attached.interface_index, attached.attachment));
             }
         }
         let mut unneeded = Vec::new();
@@ -46,34 +46,36 @@ impl Worker {
                 .into_iter()
                 .filter_map(|pod| self.namespaces.by_inode(pod.1).map(|path| (pod, path)))
                 .collect();
-            let seen = within_each(paths, |(_, _, index, attachment)| {
-                let filter = *attachment != Attachment::Clsact || !matches!(clsact_program(*index), Ok(None));
+            let seen = within_each(paths, |(key, _, index, attachment)| {
+                let filter = *attachment != Attachment::Clsact
+                    || !matches!(clsact_program(key.part, *index), Ok(None));
                 let remotes = Netlink::open().and_then(|mut netlink| netlink.tunnel_remotes());
                 (filter, remotes)
             });
-            for ((uid, ..), (filter, remotes)) in seen {
+            for ((key, ..), (filter, remotes)) in seen {
                 if !filter {
-                    lost.push(uid.clone());
+                    lost.push(key.clone());
                 }
                 let tunnelled = remotes.map_or(true, |remotes| !remotes.is_disjoint(&wanted.services));
                 if !tunnelled
-                    && wanted.pods.get(&uid).is_some_and(|client| client.want == Want::WhileTunnelled)
+                    && wanted.targets.get(&key).is_some_and(|target| target.want == Want::WhileTunnelled)
                 {
-                    unneeded.push(uid);
+                    unneeded.push(key);
                 }
             }
         }
-        for uid in unneeded {
-            self.detach(&uid);
+        for key in unneeded {
+            self.detach(&key);
         }
-        for uid in lost {
-            self.lose(&uid);
+        for key in lost {
+            self.lose(&key);
         }
+        self.announce(None);
     }
 
     /// Clears away what is left of an attachment that somebody removed; it is made anew at once.
-    fn lose(&mut self, uid: &str) {
-        let Some(pod) = self.pods.get_mut(uid) else { return };
+    fn lose(&mut self, key: &Key) {
+        let Some(pod) = self.pods.get_mut(key) else { return };
         let Some(attached) = pod.attached.take() else { return };
         if attached.attachment == Attachment::Clsact {
             // Of a filter the record stays: it says whether the qdisc, which is still there, is ours to remove one day.
@@ -83,7 +85,7 @@ impl Worker {
             return;
         }
         *pod = Pod { lost: true, ..Pod::default() };
-        if let Err(error) = unpin(&self.layout.link(uid)) {
+        if let Err(error) = unpin(&self.layout.link(key)) {
             self.warn(error.to_string());
         }
     }

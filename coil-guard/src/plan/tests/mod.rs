@@ -1,6 +1,7 @@
 //! The rules, each on objects as the API server sends them.
 
 mod marks;
+mod replies;
 
 use serde_json::json;
 
