@@ -19,6 +19,7 @@ mod atomic;
 mod config;
 mod family;
 mod maps;
+mod memory;
 mod report;
 mod scratch;
 mod skb;

@@ -34,6 +34,10 @@ pub(crate) static AGENT: Array<AgentState> = Array::with_max_entries(1, 0);
 #[map]
 pub(crate) static INNER_FLOWS: LruHashMap<InnerFlowKey, InnerFlow> = LruHashMap::with_max_entries(1, 0);
 #[map]
+pub(crate) static CROWDED_FLOWS: LruHashMap<InnerFlowKey, InnerFlow> = LruHashMap::with_max_entries(1, 0);
+#[map]
+pub(crate) static FLOW_SHARES: LruHashMap<[u8; 16], u64> = LruHashMap::with_max_entries(1, 0);
+#[map]
 pub(crate) static FRAGMENTS: LruHashMap<FragmentKey, FragmentPorts> = LruHashMap::with_max_entries(1, 0);
 #[map]
 pub(crate) static PREVIOUS: LruHashMap<ClientServiceKey, Previous> = LruHashMap::with_max_entries(1, 0);

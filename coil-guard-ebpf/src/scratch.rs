@@ -54,6 +54,8 @@ pub(crate) struct Scratch {
     pub(crate) proto: u8,
     /// 1 or 0.
     pub(crate) heartbeat_fresh: u64,
+    /// Where the packet's flow is remembered, see `memory`.
+    pub(crate) remembered: u64,
     /// The first bytes of the inner packet.
     pub(crate) window: [u8; WINDOW],
     /// When the packet came.

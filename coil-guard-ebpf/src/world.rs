@@ -16,7 +16,7 @@ use crate::{
     config::{self, Client},
     family::{AnyBackend as _, Family},
     maps::{self, copy},
-    report,
+    memory, report,
     scratch::Scratch,
 };
 
@@ -350,7 +350,7 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(always)]
     fn flow(&mut self) -> Option<InnerFlow> {
-        copy!(maps::INNER_FLOWS, &self.scratch.flow).filter(|flow| flow.generation == self.scratch.generation)
+        memory::recall(self.scratch).filter(|flow| flow.generation == self.scratch.generation)
     }
 
     #[inline(never)]
@@ -359,8 +359,7 @@ impl<F: Family> World for ClientWorld<F> {
         let flow = &mut self.scratch.new_flow;
         (flow.backend_address, flow.backend_id) = (address, id);
         (flow.last_seen, flow.generation, flow.flags) = (self.scratch.now, self.scratch.generation, flags);
-        // A full LRU evicts; a flow that is not remembered is only not drained.
-        let _: Result<(), i32> = maps::INNER_FLOWS.insert(&self.scratch.flow, &self.scratch.new_flow, 0);
+        memory::remember(self.scratch);
     }
 
     #[inline(always)]

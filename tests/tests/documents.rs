@@ -159,3 +159,28 @@ fn every_flag_that_is_named_exists() -> Result<()> {
     ensure!(missing.is_empty(), "flags that do not exist: {missing:#?}");
     Ok(())
 }
+
+/// Names of the tests in a source.
+fn tests_of(source: &str) -> impl Iterator<Item = &str> {
+    let marked = source.split("test]\n").skip(1).filter_map(|rest| rest.split_once("fn "));
+    marked.filter_map(|(_, rest)| rest.split_once('(').map(|(name, _)| name))
+}
+
+#[test]
+fn every_row_of_what_an_api_server_sends_is_in_the_table_of_its_tests() -> Result<()> {
+    let root = fs::canonicalize(ROOT)?;
+    let page = fs::read_to_string(root.join("docs/reliability.md"))?;
+    let (_, section) =
+        page.split_once("### What a real API server").context("the section has another name")?;
+    let table: Vec<_> = section.lines().filter(|line| line.starts_with('|')).collect();
+    let mut missing = Vec::new();
+    for source in ["tests/tests/watches/rows.rs", "tests/tests/kube_api/rows.rs"] {
+        let text = fs::read_to_string(root.join(source))?;
+        let names: Vec<_> = tests_of(&text).collect();
+        ensure!(names.len() > 10, "{source} has {names:?} only");
+        let told = |name: &str| table.iter().any(|row| row.contains(&format!("`{name}`")));
+        missing.extend(names.into_iter().filter(|name| !told(name)).map(|name| format!("{source}: {name}")));
+    }
+    ensure!(missing.is_empty(), "tests that stand for no row: {missing:#?}");
+    Ok(())
+}

@@ -26,6 +26,16 @@ shared! {
     }
 }
 
+/// A client address that has remembered nothing for this long may have an eighth of the flows at once, nanoseconds.
+pub const FLOW_BURST: u64 = 16_000_000_000;
+
+/// The time that one remembered flow takes off its client's share, nanoseconds: a client alone cannot turn over a memory of
+/// `inner_flows` within less than 112 s.
+#[must_use]
+pub const fn flow_cost(inner_flows: u32) -> u64 {
+    8 * FLOW_BURST / if inner_flows == 0 { 1 } else { inner_flows as u64 }
+}
+
 /// [`InnerFlow::flags`]: counted in [`DrainStats::flows`] of its backend.
 pub const FLOW_DRAINED: u32 = 1;
 /// [`InnerFlow::flags`]: a FIN or RST was seen.

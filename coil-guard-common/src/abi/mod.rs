@@ -19,6 +19,11 @@ pub mod maps {
     pub const AGENT: &str = "AGENT";
     /// [`super::InnerFlowKey`] → [`super::InnerFlow`], LRU hash, written by the program.
     pub const INNER_FLOWS: &str = "INNER_FLOWS";
+    /// [`super::InnerFlowKey`] → [`super::InnerFlow`], LRU hash, written by the program: inner flows beyond their client's
+    /// share of `INNER_FLOWS`, see [`super::FLOW_BURST`].
+    pub const CROWDED_FLOWS: &str = "CROWDED_FLOWS";
+    /// Client address (16 B) → time (u64) until which its share of `INNER_FLOWS` is spent, LRU hash, written by the program.
+    pub const FLOW_SHARES: &str = "FLOW_SHARES";
     /// [`super::FragmentKey`] → [`super::FragmentPorts`], LRU hash, written by the program.
     pub const FRAGMENTS: &str = "FRAGMENTS";
     /// [`super::ClientServiceKey`] → [`super::Previous`], LRU hash, written by the program.
@@ -51,11 +56,13 @@ pub mod maps {
     pub const CORES: &str = "CORES";
 
     /// All of them that programs use, pinned.
-    pub const ALL: [&str; 19] = [
+    pub const ALL: [&str; 21] = [
         GUARDED_SERVICES,
         BACKEND_MARKS,
         AGENT,
         INNER_FLOWS,
+        CROWDED_FLOWS,
+        FLOW_SHARES,
         FRAGMENTS,
         PREVIOUS,
         PINNED_PORTS,
@@ -76,6 +83,8 @@ pub mod maps {
 
 /// Name of the stub, the program that is attached in each pod, in its object and in the kernel.
 pub const PROGRAM: &str = "coil_guard";
+/// Name of the constant in the core's object that holds what [`flow_cost`] says.
+pub const FLOW_COST: &str = "FLOW_COST";
 /// Name of the constant in the stub's object that holds the [`PodConfig`].
 pub const POD_CONFIG: &str = "POD_CONFIG";
 /// Name of the constant in the core's object that is 1 in a core that must not write to Cilium's maps.

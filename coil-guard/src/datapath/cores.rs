@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use aya::maps::{Map, MapData, ProgramArray};
+use aya::maps::{Map, MapData, MapInfo, ProgramArray};
 use coil_guard_common::abi::{self, core_slot, maps, reply_program};
 
 use super::{
@@ -220,7 +220,12 @@ impl Cores {
         }
         pins.bound(binding);
         let (object, name) = core.program();
+        let flows = MapInfo::from_pin(layout.map(maps::INNER_FLOWS))
+            .map_err(map_error("inspect", maps::INNER_FLOWS))?;
+        let flow_cost = abi::flow_cost(flows.max_entries());
         let mut loader = new_loader();
+        // The programs for replies remember no flows.
+        loader.override_global(abi::FLOW_COST, &flow_cost, matches!(core, Core::Guard | Core::ReadOnly));
         if core == Core::ReadOnly {
             loader.override_global(abi::READ_ONLY, &1u32, true);
         }

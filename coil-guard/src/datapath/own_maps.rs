@@ -77,6 +77,16 @@ pub(crate) fn own_maps(sizes: &Sizes) -> [OwnMap; maps::ALL.len() + 2] {
             0,
         ),
         own(
+            maps::CROWDED_FLOWS,
+            BPF_MAP_TYPE_LRU_HASH,
+            size_of::<abi::InnerFlowKey>(),
+            size_of::<abi::InnerFlow>(),
+            // The kernel wants as many LRU elements as there can be processors.
+            (sizes.inner_flows / 4).max(1024),
+            0,
+        ),
+        own(maps::FLOW_SHARES, BPF_MAP_TYPE_LRU_HASH, ADDRESS, size_of::<u64>(), sizes.pods.max(1024), 0),
+        own(
             maps::FRAGMENTS,
             BPF_MAP_TYPE_LRU_HASH,
             size_of::<abi::FragmentKey>(),

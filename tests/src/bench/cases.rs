@@ -97,7 +97,7 @@ impl Guards {
 ///
 /// When a program does not load, or a case does not get the verdict that it is about.
 pub fn datapath(directory: &Path, effort: &Effort, other: Option<&[u8]>) -> Result<Report> {
-    let sizes = Sizes { services: SERVICES + 64, inner_flows: 1 << 20, others: 4096 };
+    let sizes = Sizes { services: SERVICES + 64, inner_flows: 1 << 20, ..Sizes::default() };
     let load = |name: &str, object: Option<&[u8]>| -> Result<Scene> {
         let directory = directory.join(name);
         let instance = match object {

@@ -111,7 +111,7 @@ impl Topology {
     /// # Errors
     ///
     /// When the kernel refuses.
-    pub fn remove_pod(&mut self, role: PodRole, index: usize) -> Result<()> {
+    pub fn remove_pod(&self, role: PodRole, index: usize) -> Result<()> {
         let pod = self.pod(role, index)?;
         on_own_thread(|| {
             Netlink::here()?.delete(&pod.host_device)?;

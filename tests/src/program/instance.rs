@@ -15,9 +15,9 @@ use aya::{
 use coil_guard_common::{
     abi::{
         AgentState, BackendMark, CORE_PROGRAM, ClientServiceKey, DrainStats, EgressCounters, Event,
-        FragmentKey, FragmentPorts, GuardedService, InnerFlow, InnerFlowKey, LeavingKey, LeavingSeen,
-        POD_CONFIG, PROGRAM, PinnedPort, PinnedPortKey, PodConfig, Previous, READ_ONLY, ReportKey, Return,
-        ReturnKey, Returning, ServiceKey, core_slot, maps,
+        FLOW_COST, FragmentKey, FragmentPorts, GuardedService, InnerFlow, InnerFlowKey, LeavingKey,
+        LeavingSeen, POD_CONFIG, PROGRAM, PinnedPort, PinnedPortKey, PodConfig, Previous, READ_ONLY,
+        ReportKey, Return, ReturnKey, Returning, ServiceKey, core_slot, flow_cost, maps,
     },
     cilium::{AFFINITY_MATCH, MAPS4, MAPS6},
     counters::Reason,
@@ -39,11 +39,13 @@ pub struct Sizes {
     pub inner_flows: u32,
     /// All other hash maps.
     pub others: u32,
+    /// Cilium's maps: what is walked often should be small.
+    pub cilium: u32,
 }
 
 impl Default for Sizes {
     fn default() -> Self {
-        Self { services: 64, inner_flows: 4096, others: 4096 }
+        Self { services: 64, inner_flows: 4096, others: 4096, cilium: 65_536 }
     }
 }
 
@@ -128,7 +130,9 @@ impl Instance {
         config: &PodConfig,
         sizes: Sizes,
     ) -> Result<Self> {
-        Self::load_over(object, directory, MapOptions::new(version), config, sizes, false)
+        let (conntrack_entries, service_entries) = (sizes.cilium, sizes.cilium);
+        let options = MapOptions { conntrack_entries, service_entries, ..MapOptions::new(version) };
+        Self::load_over(object, directory, options, config, sizes, false)
     }
 
     /// Loads the core as the agent does, or the one that only reads Cilium's maps, over maps of these options.
@@ -160,8 +164,12 @@ impl Instance {
             "this build has no eBPF program: run `cargo xtask setup`, then build again"
         );
         let began = processor_time();
+        let flow_cost = flow_cost(sizes.inner_flows);
         let mut loader = EbpfLoader::new();
-        loader.btf(None).verifier_log_level(VerifierLogLevel::STATS);
+        loader
+            .btf(None)
+            .verifier_log_level(VerifierLogLevel::STATS)
+            .override_global(FLOW_COST, &flow_cost, true);
         if read_only {
             loader.override_global(READ_ONLY, &1u32, true);
         }
@@ -310,6 +318,8 @@ impl Instance {
         self.empty::<ServiceKey, GuardedService>(maps::GUARDED_SERVICES)?;
         self.empty::<[u8; 16], BackendMark>(maps::BACKEND_MARKS)?;
         self.empty::<InnerFlowKey, InnerFlow>(maps::INNER_FLOWS)?;
+        self.empty::<InnerFlowKey, InnerFlow>(maps::CROWDED_FLOWS)?;
+        self.empty::<[u8; 16], u64>(maps::FLOW_SHARES)?;
         self.empty::<FragmentKey, FragmentPorts>(maps::FRAGMENTS)?;
         self.empty::<ClientServiceKey, Previous>(maps::PREVIOUS)?;
         self.empty::<PinnedPortKey, PinnedPort>(maps::PINNED_PORTS)?;

@@ -60,6 +60,12 @@ impl Scenario {
         self.lab.patience()
     }
 
+    /// How long to wait for so many client pods: the kernel attaches one after the other, each time waiting for all processors.
+    #[must_use]
+    pub fn patience_for(&self, clients: usize) -> Duration {
+        self.patience() + Duration::from_millis(500) * clients as u32
+    }
+
     /// Starts an agent and waits until it is ready.
     ///
     /// # Errors
@@ -67,7 +73,7 @@ impl Scenario {
     /// When it is not in time.
     pub fn start_agent(&mut self) -> Result<()> {
         let mut agent = Agent::start(&self.api, &self.options.arguments)?;
-        agent.wait_ready(self.patience())?;
+        agent.wait_ready(self.patience_for(self.clients.len()))?;
         self.agent = Some(agent);
         Ok(())
     }

@@ -3,6 +3,7 @@
 mod cilium;
 mod cores;
 mod drains;
+mod flood;
 mod kills;
 mod kubernetes;
 mod pods;

@@ -129,8 +129,8 @@ fn restart_one_of_each(
 fn rolling_restarts_without_a_pause_leave_no_flow_stuck_and_no_memory_behind() -> Result<()> {
     lab_test(|| {
         let rolls: usize = setting("COIL_GUARD_SOAK_ROLLS", 6);
-        let clients: usize = setting("COIL_GUARD_SOAK_CLIENTS", 20);
-        let egresses: usize = setting("COIL_GUARD_SOAK_EGRESSES", 6);
+        let clients: usize = setting("COIL_GUARD_SOAK_CLIENTS", 40);
+        let egresses: usize = setting("COIL_GUARD_SOAK_EGRESSES", 8);
         let lab = Lab::builder()
             .families(&[FAMILY])
             .clients(clients)

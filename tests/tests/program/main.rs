@@ -11,5 +11,6 @@ mod reasons;
 mod replies;
 mod reset;
 mod rewrite;
+mod shares;
 mod support;
 mod untouched;
