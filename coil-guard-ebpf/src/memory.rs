@@ -27,25 +27,39 @@ pub(crate) fn recall(scratch: &mut Scratch) -> Option<InnerFlow> {
         scratch.remembered = IN_SHARE;
         return Some(flow);
     }
-    scratch.remembered = recall_crowded(scratch);
-    if scratch.remembered == CROWDED { Some(scratch.new_flow) } else { None }
+    scratch.remembered = NOWHERE;
+    if coil_guard_recall_crowded() == 0 {
+        return None;
+    }
+    scratch.remembered = CROWDED;
+    Some(scratch.new_flow)
 }
 
-/// Only for flows that are new, or of a client beyond its share.
+/// Only for flows that are new, or of a client beyond its share. Looked at once by the verifier, see `apart`.
+#[unsafe(no_mangle)]
 #[inline(never)]
-fn recall_crowded(scratch: &mut Scratch) -> u64 {
+extern "C" fn coil_guard_recall_crowded() -> i32 {
+    let Some(scratch) = Scratch::get() else { return 0 };
     match copy!(maps::CROWDED_FLOWS, &scratch.flow) {
         Some(flow) => {
             scratch.new_flow = flow;
-            CROWDED
+            1
         }
-        None => NOWHERE,
+        None => 0,
     }
 }
 
 /// Remembers `new_flow` where it was found, or where its client's share allows.
 #[inline(always)]
-pub(crate) fn remember(scratch: &mut Scratch) {
+pub(crate) fn remember() {
+    coil_guard_remember();
+}
+
+/// Looked at once by the verifier, see `apart`.
+#[unsafe(no_mangle)]
+#[inline(never)]
+extern "C" fn coil_guard_remember() -> i32 {
+    let Some(scratch) = Scratch::get() else { return 1 };
     if scratch.remembered == NOWHERE {
         scratch.remembered = if take_share(scratch) { IN_SHARE } else { CROWDED };
     }
@@ -55,6 +69,7 @@ pub(crate) fn remember(scratch: &mut Scratch) {
     } else {
         maps::CROWDED_FLOWS.insert(&scratch.flow, &scratch.new_flow, 0)
     };
+    0
 }
 
 /// Takes one flow off the client's share, if there is one left. Two CPUs at once may take the same one.

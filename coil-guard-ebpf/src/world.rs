@@ -353,13 +353,13 @@ impl<F: Family> World for ClientWorld<F> {
         memory::recall(self.scratch).filter(|flow| flow.generation == self.scratch.generation)
     }
 
-    #[inline(never)]
+    #[inline(always)]
     fn remember(&mut self, id: u32, flags: u32) {
         let address = self.address(id);
         let flow = &mut self.scratch.new_flow;
         (flow.backend_address, flow.backend_id) = (address, id);
         (flow.last_seen, flow.generation, flow.flags) = (self.scratch.now, self.scratch.generation, flags);
-        memory::remember(self.scratch);
+        memory::remember();
     }
 
     #[inline(always)]
