@@ -16,8 +16,9 @@ use crate::{
 /// Throughput of a drained transfer, as a part of what it had before.
 const KEPT: f64 = 0.8;
 
-/// One figure of throughput.
-const WINDOW: Duration = Duration::from_secs(2);
+/// One figure of throughput, and how many there are of each of the two that are compared.
+const WINDOW: Duration = Duration::from_secs(1);
+const WINDOWS: usize = 3;
 
 fn start(tunnels: Tunnels) -> Result<World> {
     World::start(Scenario::builder(lab().backends(2)).mode("drain"), tunnels)
@@ -34,12 +35,14 @@ fn a_transfer_stays(tunnels: Tunnels, family: IpFamily, offload: bool) -> Result
         world.set_checksum_offload(offload)?;
         let bulk = Bulk::start(world.client(), family)?;
         let ping = Pinger::start(world.client(), family, Duration::from_millis(50), 56)?;
-        bulk.wait_progress(1 << 20, PATIENCE)?;
-        let before = bulk.rate(WINDOW);
+        // Until the sender's window is open, and the guest has warmed to it, the transfer is slower than it can be.
+        bulk.wait_progress(4 << 20, PATIENCE)?;
+        bulk.rate(WINDOW);
+        let before = rate(&bulk)?;
         let home = world.index_of(bulk.via())?;
         world.begin_to_delete(home)?;
         settle();
-        let during = rate_during(&bulk, before)?;
+        let during = rate(&bulk)?;
         for _ in 0..10 {
             let seen = tcp::short(world.client(), family, PATIENCE)?;
             ensure!(world.index_of(seen)? != home, "a new connection went to the leaving pod {seen}");
@@ -65,14 +68,8 @@ fn a_transfer_stays(tunnels: Tunnels, family: IpFamily, offload: bool) -> Result
 }
 
 /// The best of a few windows: other work on the machine takes from each, and only ever takes.
-fn rate_during(bulk: &Bulk, before: f64) -> Result<f64> {
-    let mut best: f64 = 0.0;
-    for _ in 0..5 {
-        best = best.max(bulk.rate(WINDOW));
-        if best >= KEPT * before {
-            break;
-        }
-    }
+fn rate(bulk: &Bulk) -> Result<f64> {
+    let best = (0..WINDOWS).map(|_| bulk.rate(WINDOW)).fold(0.0, f64::max);
     ensure!(best > 0.0, "the transfer stands still");
     Ok(best)
 }

@@ -12,4 +12,5 @@ mod ping;
 mod reset;
 mod rewrite;
 mod tcp;
+mod throughput;
 mod world;

@@ -1,5 +1,6 @@
 //! Every developer verb: `cargo xtask --help` lists them.
 
+mod bench;
 mod image;
 mod libraries;
 mod lint;
@@ -41,8 +42,8 @@ enum Verb {
     Demo(programs::Arguments),
     /// Write the agent's manual pages and shell completions
     Docs,
-    /// Measure the datapath, the cutover and the agent (root)
-    Bench(programs::Arguments),
+    /// Measure the datapath, throughput, cutover and the agent (root)
+    Bench(bench::Options),
 }
 
 fn main() -> ExitCode {
@@ -58,7 +59,7 @@ fn main() -> ExitCode {
         Verb::Image(options) => image::run_verb(&options),
         Verb::Docs => programs::docs(),
         Verb::Demo(arguments) => programs::demo(&arguments),
-        Verb::Bench(arguments) => programs::bench(&arguments),
+        Verb::Bench(options) => bench::run_verb(&options),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

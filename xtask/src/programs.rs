@@ -1,4 +1,4 @@
-//! The verbs that are programs of the tests crate.
+//! The verbs that are programs of other crates.
 
 use std::process::Command;
 
@@ -14,19 +14,9 @@ use crate::{
 #[derive(clap::Args)]
 #[command(disable_help_flag = true)]
 pub(crate) struct Arguments {
-    /// Passed on: see `cargo xtask demo --help`, `cargo xtask bench --help`
+    /// Passed on: see `cargo xtask demo --help`
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     arguments: Vec<String>,
-}
-
-/// Runs the demonstration with a debug build: it shows behaviour, not speed.
-pub(crate) fn demo(arguments: &Arguments) -> Result<()> {
-    run_program("demo", &[], "debug", arguments)
-}
-
-/// Runs the benchmarks with a release build.
-pub(crate) fn bench(arguments: &Arguments) -> Result<()> {
-    run_program("bench", &["--release"], "release", arguments)
 }
 
 /// Writes the agent's manual pages and shell completions below the target directory.
@@ -39,30 +29,19 @@ pub(crate) fn docs() -> Result<()> {
     Ok(())
 }
 
-fn run_program(name: &str, profile: &[&str], directory: &str, arguments: &Arguments) -> Result<()> {
+/// Runs the demonstration with a debug build: it shows behaviour, not speed.
+pub(crate) fn demo(arguments: &Arguments) -> Result<()> {
     let wants_help = arguments.arguments.iter().any(|argument| argument == "--help" || argument == "-h");
     ensure!(
         is_root() || wants_help,
-        "`cargo xtask {name}` makes network namespaces and loads eBPF programs, which needs root: run it as root, as in \
-         `sudo -E env PATH=\"$PATH\" cargo xtask {name}`"
+        "`cargo xtask demo` makes network namespaces and loads eBPF programs, which needs root: run it as root, as in \
+         `sudo -E env PATH=\"$PATH\" cargo xtask demo`"
     );
     setup::ensure_toolchain()?;
-    run(cargo()
-        .args([
-            "build",
-            "--quiet",
-            "-p",
-            "coil-guard",
-            "-p",
-            "coil-guard-tests",
-            "--bin",
-            "coil-guard",
-            "--bin",
-            name,
-        ])
-        .args(profile))?;
-    let built = target_directory()?.join(directory);
-    run(Command::new(built.join(name))
+    let programs = ["--bin", "coil-guard", "--bin", "demo"];
+    run(cargo().args(["build", "--quiet", "-p", "coil-guard", "-p", "coil-guard-tests"]).args(programs))?;
+    let built = target_directory()?.join("debug");
+    run(Command::new(built.join("demo"))
         .args(&arguments.arguments)
         .env("COIL_GUARD_BINARY", built.join("coil-guard")))
 }

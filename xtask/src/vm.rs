@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 
 use self::guest::{Event, Job};
 use crate::{
@@ -143,6 +143,32 @@ fn run_jobs_twice_if_they_fail(
     outcomes.retain(|outcome| !again.iter().any(|job| job.name == outcome.name));
     outcomes.append(&mut run_jobs(series, &again, carried)?);
     Ok(outcomes)
+}
+
+/// The test that measures, and the word at the head of the line in which it says what it has found.
+const BENCHMARK: (&str, &str) = ("throughput::traffic_is_as_fast_with_the_guard", "report: ");
+
+/// Measures traffic through FoU in a guest; returns the report as JSON.
+pub(crate) fn benchmark(series: &str, quick: bool) -> Result<String> {
+    let built = test::build_for_guests()?;
+    let binary = built.binaries.iter().find(|binary| binary.group == test::Group::Vm);
+    let binary = binary.context("the build made no tests for guests")?;
+    let (test, mark) = BENCHMARK;
+    let mut job = job(binary, test, test.to_owned(), series);
+    if !quick {
+        job.environment.push(("COIL_GUARD_BENCH".to_owned(), "full".to_owned()));
+    }
+    let carried =
+        [(binary.path.clone(), binary.name.clone()), (built.agent.clone(), "coil-guard".to_owned())];
+    let mut found = None;
+    boot(series, &[job], &carried, |_, success, _, output| {
+        let report = output.lines().find_map(|line| line.split_once(mark).map(|(_, report)| report));
+        match report.filter(|_| success) {
+            Some(report) => found = Some(report.to_owned()),
+            None => eprintln!("{output}"),
+        }
+    })?;
+    found.with_context(|| format!("{test} did not report: its output is above"))
 }
 
 /// Boots one kernel and runs every job there; a job that the guest did not come to has failed.

@@ -1,51 +1,85 @@
-//! What `cargo xtask bench` runs.
+//! What `cargo xtask bench` runs, a part at a time: each in a process of its own, so that nothing of one is left for the
+//! next.
 
-use std::{fs, path::PathBuf};
-
-use anyhow::{Context as _, Result};
-use clap::Parser;
-use coil_guard_tests::{
-    bench::{Effort, datapath},
-    net::{Paths, isolated},
+use std::{
+    fs,
+    path::{Path, PathBuf},
 };
 
-/// Measures what the program costs per packet, and what an instance of it costs.
-///
-/// Every figure is taken in turns with an empty classifier and with one that does a single lookup in a conntrack map.
+use anyhow::{Context as _, Result};
+use clap::{Parser, Subcommand};
+use coil_guard_tests::bench::{self, Extent, Options, Part, Report, document};
+
+/// Measures coil-guard. `cargo xtask bench` builds what is needed and runs every part.
 #[derive(Parser)]
 #[command(name = "bench")]
 struct Arguments {
-    /// Packets of each case that repeats one packet, per turn
-    #[arg(long, default_value_t = 2_000_000)]
-    packets: u32,
-    /// Packets of each case that is run one packet at a time
-    #[arg(long, default_value_t = 50_000)]
-    singles: u32,
-    /// How often each case is measured, in turns with what it is compared with; the best counts
-    #[arg(long, default_value_t = 5)]
-    turns: u32,
-    /// Object file of another build of the program, to compare with in the same run
-    #[arg(long, value_name = "FILE")]
-    against: Option<PathBuf>,
-    /// Where the figures go as JSON
-    #[arg(long, value_name = "FILE", default_value = "target/bench.json")]
-    json: PathBuf,
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Subcommand)]
+enum Verb {
+    /// Measure one part, print what was found, and write it as JSON
+    Run {
+        /// Which
+        part: Part,
+        /// Only see whether everything works
+        #[arg(long)]
+        quick: bool,
+        /// Object file of another build of the program, to compare with in the same run (part datapath)
+        #[arg(long, value_name = "FILE")]
+        against: Option<PathBuf>,
+        /// Where the figures go
+        #[arg(long, value_name = "FILE")]
+        json: PathBuf,
+    },
+    /// Print what was found before
+    Show {
+        /// Where the figures are
+        json: Vec<PathBuf>,
+    },
+    /// Put what was found before into a document
+    Write {
+        /// Markdown with a block for each part
+        document: PathBuf,
+        /// Where the figures are
+        json: Vec<PathBuf>,
+    },
 }
 
 fn main() -> Result<()> {
-    let arguments = Arguments::parse();
-    let effort = Effort { packets: arguments.packets, singles: arguments.singles, turns: arguments.turns };
-    let other = match &arguments.against {
-        Some(path) => Some(fs::read(path).with_context(|| format!("cannot read {}", path.display()))?),
-        None => None,
-    };
-    let report = isolated(|| datapath(Paths.cilium_maps(), &effort, other.as_deref()))?;
-    print!("{report}");
-    if let Some(directory) = arguments.json.parent() {
-        fs::create_dir_all(directory).with_context(|| format!("cannot create {}", directory.display()))?;
+    match Arguments::parse().verb {
+        Verb::Run { part, quick, against, json } => {
+            let extent = if quick { Extent::Quick } else { Extent::Full };
+            let report = bench::run(part, &Options { extent, against })?;
+            println!("{report}");
+            if let Some(directory) = json.parent() {
+                fs::create_dir_all(directory)
+                    .with_context(|| format!("cannot create {}", directory.display()))?;
+            }
+            fs::write(&json, serde_json::to_string_pretty(&report)?)
+                .with_context(|| format!("cannot write {}", json.display()))
+        }
+        Verb::Show { json } => {
+            for report in read(&json)? {
+                println!("{report}");
+            }
+            Ok(())
+        }
+        Verb::Write { document, json } => {
+            let old = fs::read_to_string(&document)
+                .with_context(|| format!("cannot read {}", document.display()))?;
+            let new = document::fill(&old, &read(&json)?)?;
+            fs::write(&document, new).with_context(|| format!("cannot write {}", document.display()))
+        }
     }
-    fs::write(&arguments.json, serde_json::to_string_pretty(&report)?)
-        .with_context(|| format!("cannot write {}", arguments.json.display()))?;
-    println!("\nWritten to {}.", arguments.json.display());
-    Ok(())
+}
+
+fn read(files: &[PathBuf]) -> Result<Vec<Report>> {
+    let read = |path: &Path| -> Result<Report> {
+        let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+        serde_json::from_str(&text).with_context(|| format!("{} holds no report", path.display()))
+    };
+    files.iter().map(|path| read(path)).collect()
 }

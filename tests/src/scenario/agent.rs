@@ -101,7 +101,10 @@ impl Agent {
                 command
             }
         };
-        command.arg("run").args(["--node-name", NODE, "--log-level", "info,coil_guard=debug"]);
+        command.arg("run").args(["--node-name", NODE]);
+        if !arguments.iter().any(|argument| argument == "--log-level") {
+            command.args(["--log-level", "info,coil_guard=debug"]);
+        }
         if health_port != HEALTH.1 {
             command.args(["--health-address", &health.to_string()]);
             command.args(["--metrics-address", &metrics.to_string()]);

@@ -24,6 +24,7 @@ pub struct ScenarioBuilder {
     pub(super) arguments: Vec<String>,
     pub(super) backend_node: &'static str,
     agent: bool,
+    only_client: Option<usize>,
 }
 
 impl ScenarioBuilder {
@@ -41,6 +42,7 @@ impl ScenarioBuilder {
             arguments: Vec::new(),
             backend_node: "node-2",
             agent: true,
+            only_client: None,
         }
     }
 
@@ -100,6 +102,12 @@ impl ScenarioBuilder {
         Self { agent: false, ..self }
     }
 
+    /// Only this client pod of the lab is known to Kubernetes, and so guarded; the others send as it does.
+    #[must_use]
+    pub fn only_client(self, index: usize) -> Self {
+        Self { only_client: Some(index), ..self }
+    }
+
     /// Starts everything; the agent is ready and every client attached (if the mode wants it) when it returns.
     ///
     /// # Errors
@@ -141,13 +149,17 @@ impl ScenarioBuilder {
                 scenario.announce_backend(index)?;
             }
         }
-        for index in 0..scenario.lab.topology.clients.len() {
+        let announced = match scenario.options.only_client {
+            Some(index) => index..index + 1,
+            None => 0..scenario.lab.topology.clients.len(),
+        };
+        for index in announced.clone() {
             scenario.announce_client(index)?;
         }
         if scenario.options.agent {
             scenario.start_agent()?;
             if scenario.options.mode.as_deref().is_some_and(|mode| mode != "off") {
-                for index in 0..scenario.clients.len() {
+                for index in announced {
                     scenario.wait_attached(index)?;
                 }
             }

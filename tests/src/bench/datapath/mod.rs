@@ -1,6 +1,15 @@
-//! The cases of the datapath.
+//! The program in the kernel, by `BPF_PROG_TEST_RUN`.
+//!
+//! Each figure is taken in turns with an empty classifier and with one that does a single lookup in a conntrack map.
+//!
+//! * *Repeated* cases run one packet millions of times: everything is in the caches, which is what a busy client has.
+//! * *Single* cases run one packet at a time, because the packet, or the maps, are not the same afterwards: a reset, a
+//!   rewritten port, another flow for each packet. The system call around each run costs them caches, too.
 
-use std::{path::Path, time::Duration};
+mod case;
+mod reference;
+
+use std::{fs, time::Duration};
 
 use anyhow::{Context as _, Result, ensure};
 use coil_guard_common::{
@@ -9,23 +18,47 @@ use coil_guard_common::{
     counters::Reason,
 };
 
-use super::{
-    Case, Effort, LoadCost, Report,
-    measure::{in_turns, median},
+use self::{
+    case::{Case, goals, tables},
     reference::Reference,
+};
+use super::{
+    Extent, Findings, Options,
+    measure::{in_turns, median},
 };
 use crate::{
     cilium::{CiliumVersion, IpFamily},
     fou::{FOU_PORT, tcp},
-    program::{Instance, Load, REV_NAT, Rng, Scene, Sizes, bytes, pod_config, processor_time},
+    net::Paths,
+    program::{Instance, REV_NAT, Rng, Scene, Sizes, bytes, pod_config, processor_time},
 };
 
 const VERSION: CiliumVersion = CiliumVersion::V1_18;
 const SECOND: u64 = 1_000_000_000;
 /// Guarded services in the largest case.
 const SERVICES: u32 = 10_000;
-/// Inner flows in the largest case.
-const FLOWS: u32 = 1_000_000;
+
+/// How long to measure.
+#[derive(Clone, Copy, Debug)]
+struct Effort {
+    /// Packets of a repeated case, per turn.
+    packets: u32,
+    /// Packets of a single case.
+    singles: u32,
+    /// Turns.
+    turns: u32,
+    /// Inner flows in the largest case.
+    flows: u32,
+}
+
+impl Effort {
+    fn of(extent: Extent) -> Self {
+        extent.pick(
+            Self { packets: 500_000, singles: 30_000, turns: 7, flows: 1_000_000 },
+            Self { packets: 1000, singles: 100, turns: 1, flows: 1000 },
+        )
+    }
+}
 
 /// Sets a scene up and gives the packet.
 type Setup = fn(&mut Scene, IpFamily) -> Result<Vec<u8>>;
@@ -46,7 +79,7 @@ const REPEATED: [(&str, Reason, Option<f64>, Setup); 6] = [
         frame[address_end] ^= 1;
         Ok(frame)
     }),
-    ("reset, healthy", Reason::Healthy, Some(100.0), |scene, family| {
+    ("reset, healthy, 1 guarded service", Reason::Healthy, Some(100.0), |scene, family| {
         scene.begin(family, mode::RESET)?;
         scene.entry(FOU_PORT, 1, REV_NAT)?;
         Ok(scene.frame(FOU_PORT, &scene.tcp(1, tcp::ACK)))
@@ -91,26 +124,30 @@ impl Guards {
     }
 }
 
-/// Measures the datapath. `directory` is on a bpffs and empty; `other` is the object of another build to compare with.
+/// Measures the datapath.
 ///
 /// # Errors
 ///
 /// When a program does not load, or a case does not get the verdict that it is about.
-pub fn datapath(directory: &Path, effort: &Effort, other: Option<&[u8]>) -> Result<Report> {
-    let sizes = Sizes { services: SERVICES + 64, inner_flows: 1 << 20, ..Sizes::default() };
+pub(super) fn run(options: &Options) -> Result<Findings> {
+    let effort = &Effort::of(options.extent);
+    let sizes = Sizes { services: SERVICES + 64, inner_flows: 1 << 20, others: 4096 };
     let load = |name: &str, object: Option<&[u8]>| -> Result<Scene> {
-        let directory = directory.join(name);
+        let directory = Paths.cilium_maps().join(name);
         let instance = match object {
             Some(object) => Instance::load_object(object, &directory, VERSION, &pod_config(), sizes)?,
             None => Instance::load(&directory, VERSION, &pod_config(), sizes)?,
         };
         Ok(Scene::new(instance, VERSION))
     };
+    let other = match &options.against {
+        Some(path) => Some(fs::read(path).with_context(|| format!("cannot read {}", path.display()))?),
+        None => None,
+    };
     let mut guards = Guards {
         this: load("this", None)?,
-        other: other.map(|object| load("other", Some(object))).transpose().context("the other build")?,
+        other: other.map(|object| load("other", Some(&object))).transpose().context("the other build")?,
     };
-    let (core, stub) = load_costs(&directory.join("load"))?;
     let mut cases = Vec::new();
     for family in [IpFamily::V4, IpFamily::V6] {
         for (name, verdict, goal, setup) in REPEATED {
@@ -118,52 +155,13 @@ pub fn datapath(directory: &Path, effort: &Effort, other: Option<&[u8]>) -> Resu
         }
         for services in [100, SERVICES] {
             let name = format!("reset, healthy, {services} guarded services");
-            for scene in guards.all() {
-                scene.begin(family, mode::RESET)?;
-            }
             cases.push(with_services(&mut guards, family, &name, services, effort)?);
         }
         cases.push(resetting(&mut guards, family, effort)?);
         cases.push(drained(&mut guards, family, effort)?);
         cases.push(many_flows(&mut guards, family, effort)?);
     }
-    Ok(Report {
-        kernel: nix::sys::utsname::uname()?.release().to_string_lossy().into_owned(),
-        datapath: cases,
-        core,
-        stub,
-    })
-}
-
-/// The least of several loads of the core and of the stub, over small maps: those are made once a node.
-fn load_costs(directory: &Path) -> Result<(LoadCost, LoadCost)> {
-    let mut least: Option<(LoadCost, LoadCost)> = None;
-    let lesser = |a: LoadCost, b: LoadCost| if a.verify_milliseconds < b.verify_milliseconds { a } else { b };
-    for index in 0..5 {
-        let directory = directory.join(index.to_string());
-        let mut guard = Instance::load(&directory, VERSION, &pod_config(), Sizes::default())?;
-        let mut stub = load_cost(&guard.stub_load);
-        for _ in 0..20 {
-            guard.become_pod(&pod_config())?;
-            stub = lesser(stub, load_cost(&guard.stub_load));
-        }
-        let costs = (load_cost(&guard.load), stub);
-        least = Some(match least {
-            Some(least) => (lesser(least.0, costs.0), lesser(least.1, costs.1)),
-            None => costs,
-        });
-    }
-    least.context("nothing was loaded")
-}
-
-fn load_cost(load: &Load) -> LoadCost {
-    LoadCost {
-        prepare_milliseconds: load.prepare.as_secs_f64() * 1e3,
-        verify_milliseconds: load.verify.as_secs_f64() * 1e3,
-        verified_instructions: load.verified_instructions,
-        machine_code_bytes: load.machine_code,
-        memory_bytes: load.memory,
-    }
+    Ok(Findings { tables: tables(&cases), goals: goals(&cases), figures: serde_json::to_value(&cases)? })
 }
 
 fn references(scene: &Scene) -> Result<(Reference, Reference)> {
@@ -280,7 +278,7 @@ fn single(
     verdict: Reason,
     goal: Option<f64>,
     effort: &Effort,
-    make: fn(&Scene) -> Next,
+    make: impl Fn(&Scene) -> Next,
 ) -> Result<Case> {
     let (empty, lookup) = references(&guards.this)?;
     let count = effort.singles as usize;
@@ -332,22 +330,24 @@ fn drained(guards: &mut Guards, family: IpFamily, effort: &Effort) -> Result<Cas
 
 /// A packet of another flow each time.
 fn many_flows(guards: &mut Guards, family: IpFamily, effort: &Effort) -> Result<Case> {
+    let flows = effort.flows;
     for scene in guards.all() {
         scene.begin(family, mode::DRAIN)?;
         scene.entry(FOU_PORT, 1, REV_NAT)?;
         let memory = scene.memory(1, 1);
-        for flow in 0..FLOWS {
+        for flow in 0..flows {
             let (port, destination_port) = ports(flow);
             scene.remember(6, port, destination_port, &memory)?;
         }
     }
-    single(guards, "drain, healthy, one of 1,000,000 flows", Reason::Healthy, None, effort, |scene| {
+    let name = format!("drain, healthy, one of {flows} flows");
+    single(guards, &name, Reason::Healthy, None, effort, move |scene| {
         let mut rng = Rng::new(1);
         let inner = bytes(&scene.tcp(0, tcp::ACK));
         let frame = scene.frame(FOU_PORT, &scene.tcp(0, tcp::ACK));
         let at = frame.len() - inner.len() + if scene.family == IpFamily::V4 { 20 } else { 40 };
         Box::new(move |_| {
-            let (port, destination_port) = ports(rng.below(FLOWS as usize) as u32);
+            let (port, destination_port) = ports(rng.below(flows as usize) as u32);
             let mut frame = frame.clone();
             frame[at..at + 2].copy_from_slice(&port.to_be_bytes());
             frame[at + 2..at + 4].copy_from_slice(&destination_port.to_be_bytes());
