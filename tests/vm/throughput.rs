@@ -99,7 +99,7 @@ fn drain(guarded: usize, effort: Effort, rates: &mut Rates) -> Result<()> {
     wait_settled();
     clients.compare(&world, effort, &mut rates[2])?;
     let agent = world.scenario.agent()?;
-    let drained = agent.metric("coil_guard_packets", &["reason=\"drained\""])?;
+    let drained = agent.metric("coil_guard_packets_total", &["reason=\"drained\""])?;
     ensure!(drained > 100.0, "only {drained} packets were drained\n{}", agent.log_tail());
     Ok(())
 }
@@ -194,7 +194,8 @@ impl Client {
     /// Datagrams a second that arrive outside.
     fn small(&self, world: &World, turn: Duration) -> Result<f64> {
         let datagram = [0x5a; SMALL];
-        let (began, before) = (Instant::now(), arrived(world)?);
+        let before = arrived(world)?;
+        let began = Instant::now();
         while began.elapsed() < turn {
             for _ in 0..16 {
                 self.datagrams.send(&datagram).context("cannot send")?;

@@ -78,14 +78,14 @@ pub struct Slice {
     /// The Service that it belongs to; same namespace.
     pub service: ObjectName,
     /// Empty when the slice does not serve the FoU port.
-    pub endpoints: Vec<Endpoint>,
+    pub endpoints: Box<[Endpoint]>,
 }
 
 /// An endpoint of a slice, its conditions with the API's defaults applied.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Endpoint {
     /// Its addresses, of the slice's family.
-    pub addresses: Vec<IpAddr>,
+    pub addresses: Box<[IpAddr]>,
     /// UID of the pod behind it, if it is a pod.
     pub pod: Option<PodUid>,
     /// May get new flows.
@@ -103,8 +103,8 @@ pub struct EgressPod {
     pub uid: PodUid,
     /// The Egress that its labels name.
     pub egress: Option<ObjectName>,
-    /// `status.podIPs`.
-    pub addresses: BTreeSet<IpAddr>,
+    /// `status.podIPs`, in order. There is one of these for each egress pod of the cluster, so it is kept small.
+    pub addresses: Box<[IpAddr]>,
     /// Phase Succeeded or Failed: never a backend, whoever uses its address now.
     pub finished: bool,
     /// Its Ready condition.

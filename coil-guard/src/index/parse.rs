@@ -222,7 +222,7 @@ pub fn slice(object: &EndpointSlice, fou_port: u16) -> Result<(ObjectName, Slice
             });
         }
     }
-    Ok((name, Slice { service, endpoints }))
+    Ok((name, Slice { service, endpoints: endpoints.into() }))
 }
 
 fn is_finished(pod: &Pod) -> bool {
@@ -246,7 +246,7 @@ pub fn egress_pod(object: &Pod) -> Result<(ObjectName, EgressPod), Malformed> {
         uid: subject.uid()?,
         egress: instance
             .map(|instance| ObjectName { namespace: name.namespace.clone(), name: instance.clone() }),
-        addresses: subject.pod_addresses(object)?,
+        addresses: subject.pod_addresses(object)?.into_iter().collect(),
         finished: is_finished(object),
         ready: conditions
             .into_iter()

@@ -12,6 +12,7 @@ use tokio::sync::mpsc;
 use super::{
     Stop,
     effects::{follow_flows, log_changes},
+    memory,
     notices::Notices,
     readiness::conditions,
 };
@@ -154,11 +155,13 @@ impl Agent {
     fn take_messages(&mut self, messages: impl Iterator<Item = Message>) {
         let was_complete = self.watches.complete();
         let mut first_arrival: Option<Monotonic> = None;
+        let mut any_list = false;
         for message in messages {
             match message {
                 Message::Update { kind, update, listed, received } => {
                     first_arrival = Some(first_arrival.map_or(received, |first| first.min(received)));
                     if listed {
+                        any_list = true;
                         self.watches.listed(kind);
                     }
                     self.metrics.watch_updates.get_or_create(&[("watch", kind.label())]).inc();
@@ -174,6 +177,9 @@ impl Agent {
         }
         if first_arrival.is_some() || self.watches.complete() != was_complete {
             self.replan(first_arrival);
+        }
+        if any_list {
+            memory::give_back();
         }
     }
 

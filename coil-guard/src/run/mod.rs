@@ -5,6 +5,7 @@
 
 mod agent;
 mod effects;
+mod memory;
 mod notices;
 mod readiness;
 
@@ -34,6 +35,7 @@ const LOCK_RETRY: Duration = Duration::from_millis(250);
 ///
 /// What cannot be put right without the operator: no API configuration, an address in use, no bpffs.
 pub fn run(arguments: &RunArguments) -> anyhow::Result<()> {
+    memory::keep_small();
     let log = observe::init_log(arguments.log.log_format, &arguments.log.log_level)
         .map_err(|error| anyhow::anyhow!("--log-level: {error}"))?;
     let runtime = tokio::runtime::Builder::new_current_thread()

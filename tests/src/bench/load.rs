@@ -90,7 +90,7 @@ fn start(scenario: &mut Scenario, outcome: &str, clients: usize) -> Result<Start
     let ready = began.elapsed().as_secs_f64();
     let label = format!("outcome=\"{outcome}\"");
     let done = eventually("pods with this agent's program", PATIENCE, || {
-        let done = agent.metric("coil_guard_attachments", &[&label])?;
+        let done = agent.metric("coil_guard_attachments_total", &[&label])?;
         Ok(if done >= clients as f64 { Ok(()) } else { Err(done) })
     });
     done.with_context(|| agent.log_tail())?;

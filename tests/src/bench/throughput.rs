@@ -16,7 +16,7 @@ use serde::Serialize;
 
 use super::{Findings, Options, Spread, Table, measure::Extent, short};
 use crate::{
-    cilium::{BackendState, IpFamily},
+    cilium::IpFamily,
     fou::{ChecksumKind, FOU_PORT, InnerPacket, Tag, UdpSender},
     lab::Lab,
     net::isolated,
@@ -113,7 +113,6 @@ fn measure(
             scenario.announce_backend(1)?;
             scenario.wait_mark(1, mark::READY)?;
             scenario.terminate(0)?;
-            scenario.lab.set_backend(0, BackendState::Terminating)?;
             scenario.wait_mark(0, mark::LEAVING)?;
             wait_settled();
         }
@@ -126,7 +125,7 @@ fn measure(
         }
     }
     let agent = scenario.agent()?;
-    let drained = agent.metric("coil_guard_packets", &["reason=\"drained\""])?;
+    let drained = agent.metric("coil_guard_packets_total", &["reason=\"drained\""])?;
     ensure!(
         (drained > 0.0) == (state == State::Drained),
         "{drained} packets were drained in the state {state:?}\n{}",

@@ -131,7 +131,8 @@ impl Guards {
 /// When a program does not load, or a case does not get the verdict that it is about.
 pub(super) fn run(options: &Options) -> Result<Findings> {
     let effort = &Effort::of(options.extent);
-    let sizes = Sizes { services: SERVICES + 64, inner_flows: 1 << 20, others: 4096 };
+    let inner_flows = effort.flows.next_power_of_two();
+    let sizes = Sizes { services: SERVICES + 64, inner_flows, others: 4096 };
     let load = |name: &str, object: Option<&[u8]>| -> Result<Scene> {
         let directory = Paths.cilium_maps().join(name);
         let instance = match object {
