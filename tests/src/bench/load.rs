@@ -19,8 +19,10 @@ use super::{
     short,
 };
 use crate::{
-    cilium::IpFamily,
+    cilium::{CiliumVersion, IpFamily},
     lab::{Lab, eventually},
+    net::{Paths, isolated},
+    program::{Instance, Load, Sizes, pod_config},
     scenario::{Agent, Scenario},
 };
 
@@ -31,7 +33,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 struct Start {
     /// From the start of the process until /readyz says so, seconds.
     ready: f64,
-    /// Until every pod has this agent's program, seconds.
+    /// Until every pod is attached, seconds.
     attached: f64,
     /// Processor time of the agent until then, the kernel's verifier in it, seconds.
     processor: f64,
@@ -56,9 +58,25 @@ struct Kernel {
     shared_map_bytes: u64,
 }
 
+/// What loading one program costs.
+#[derive(Clone, Debug, Serialize)]
+struct Cost {
+    /// Parsing the object and making maps, ms of processor time.
+    prepare: f64,
+    /// Verifying and compiling in the kernel, ms of processor time.
+    verify: f64,
+    verified_instructions: u32,
+    machine_code_bytes: u32,
+    memory_bytes: u32,
+}
+
 #[derive(Debug, Serialize)]
 struct Figures {
     clients: usize,
+    /// Loaded once a node.
+    core: Cost,
+    /// Loaded once a pod.
+    stub: Cost,
     first: Start,
     again: Start,
     kernel: Kernel,
@@ -66,32 +84,56 @@ struct Figures {
 
 pub(super) fn run(options: &Options) -> Result<Findings> {
     let clients = options.extent.pick(250, 3);
+    let (core, stub) = isolated(|| costs(options.extent.pick(5, 1)))?;
     let lab = Lab::builder().families(&[IpFamily::V4]).clients(clients).backends(2);
     let mut scenario = Scenario::builder(lab).mode("reset").no_agent().start()?;
-    let first = start(&mut scenario, "attached", clients)?;
+    let first = start(&mut scenario, clients)?;
     let kernel = kernel(&scenario)?;
     scenario.kill_agent()?;
-    let again = start(&mut scenario, "replaced", clients)?;
-    let figures = Figures { clients, first, again, kernel };
+    let again = start(&mut scenario, clients)?;
+    let figures = Figures { clients, core, stub, first, again, kernel };
     eprintln!("{figures:?}");
     let what = format!("restart until ready, {clients} pods guarded by the pinned program");
     Ok(Findings {
         goals: vec![Goal::below(&what, 1.0, figures.again.ready, "s")],
-        tables: vec![starts(&figures), memories(&figures)],
+        tables: vec![starts(&figures), programs(&figures), memories(&figures)],
         figures: serde_json::to_value(&figures)?,
     })
 }
 
-/// Starts an agent and follows it until it has done `outcome` to every pod.
-fn start(scenario: &mut Scenario, outcome: &str, clients: usize) -> Result<Start> {
+/// The least of several loads of the core and of the stub, over small maps: those are made once a node.
+fn costs(turns: usize) -> Result<(Cost, Cost)> {
+    let (mut cores, mut stubs) = (Vec::new(), Vec::new());
+    for index in 0..turns {
+        let directory = Paths.cilium_maps().join(index.to_string());
+        let mut guard = Instance::load(&directory, CiliumVersion::V1_18, &pod_config(), Sizes::default())?;
+        cores.push(guard.load);
+        for _ in 0..20 {
+            stubs.push(guard.stub_load);
+            guard.become_pod(&pod_config())?;
+        }
+    }
+    let least =
+        |loads: Vec<Load>| loads.into_iter().min_by_key(|load| load.verify).context("nothing was loaded");
+    let cost = |load: Load| Cost {
+        prepare: load.prepare.as_secs_f64() * 1e3,
+        verify: load.verify.as_secs_f64() * 1e3,
+        verified_instructions: load.verified_instructions,
+        machine_code_bytes: load.machine_code,
+        memory_bytes: load.memory,
+    };
+    Ok((cost(least(cores)?), cost(least(stubs)?)))
+}
+
+/// Starts an agent and follows it until every pod is attached, by it or by the one before it.
+fn start(scenario: &mut Scenario, clients: usize) -> Result<Start> {
     let began = Instant::now();
     let mut agent = Agent::start(&scenario.api, &["--log-level".to_owned(), "info".to_owned()])?;
     agent.wait_ready(PATIENCE)?;
     let ready = began.elapsed().as_secs_f64();
-    let label = format!("outcome=\"{outcome}\"");
-    let done = eventually("pods with this agent's program", PATIENCE, || {
-        let done = agent.metric("coil_guard_attachments_total", &[&label])?;
-        Ok(if done >= clients as f64 { Ok(()) } else { Err(done) })
+    let done = eventually("attached client pods", PATIENCE, || {
+        let done = agent.metric("coil_guard_pods", &["state=\"attached\""])?;
+        Ok(if done == clients as f64 { Ok(()) } else { Err(done) })
     });
     done.with_context(|| agent.log_tail())?;
     let start = Start {
@@ -154,10 +196,24 @@ fn starts(figures: &Figures) -> Table {
         table.row([what.to_owned(), short(get(&figures.first)), short(get(&figures.again))]);
     };
     row("until ready, s", &|start| start.ready);
-    row("until each pod has this agent's program, s", &|start| start.attached);
+    row("until every pod is attached, s", &|start| start.attached);
     row("the same for one pod, ms", &|start| 1e3 * start.attached / clients);
     row("processor time for one pod, the kernel's in it, ms", &|start| 1e3 * start.processor / clients);
     row("resident memory of the agent then, MiB", &|start| mebibytes(start.resident));
+    table
+}
+
+fn programs(figures: &Figures) -> Table {
+    let title = "One program: the core, loaded once a node, and the stub, loaded once a pod";
+    let mut table = Table::new(title, &["", "core", "stub"]);
+    let mut row = |what: &str, get: &dyn Fn(&Cost) -> f64| {
+        table.row([what.to_owned(), short(get(&figures.core)), short(get(&figures.stub))]);
+    };
+    row("object parsed and maps made, ms of processor time", &|cost| cost.prepare);
+    row("verified and compiled, ms of processor time", &|cost| cost.verify);
+    row("instructions that the verifier went through", &|cost| cost.verified_instructions.into());
+    row("machine code, KiB", &|cost| f64::from(cost.machine_code_bytes) / 1024.0);
+    row("kernel memory, KiB", &|cost| f64::from(cost.memory_bytes) / 1024.0);
     table
 }
 
