@@ -78,7 +78,7 @@ pub struct Slice {
     /// The Service that it belongs to; same namespace.
     pub service: ObjectName,
     /// Empty when the slice does not serve the FoU port.
-    pub endpoints: Box<[Endpoint]>,
+    pub endpoints: Vec<Endpoint>,
 }
 
 /// An endpoint of a slice, its conditions with the API's defaults applied.

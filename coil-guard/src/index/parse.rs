@@ -200,6 +200,7 @@ pub fn slice(object: &EndpointSlice, fou_port: u16) -> Result<(ObjectName, Slice
         .any(|port| port.protocol.as_deref() == Some("UDP") && port.port == Some(i32::from(fou_port)));
     let mut endpoints = Vec::new();
     if serves_fou {
+        endpoints.reserve_exact(object.endpoints.len());
         for (index, endpoint) in object.endpoints.iter().enumerate() {
             let address = |text: &String| subject.address(|| format!("endpoints[{index}].addresses"), text);
             let conditions = endpoint.conditions.as_ref();
@@ -222,7 +223,7 @@ pub fn slice(object: &EndpointSlice, fou_port: u16) -> Result<(ObjectName, Slice
             });
         }
     }
-    Ok((name, Slice { service, endpoints: endpoints.into() }))
+    Ok((name, Slice { service, endpoints }))
 }
 
 fn is_finished(pod: &Pod) -> bool {

@@ -53,9 +53,6 @@ struct Kernel {
     /// Maps that one pod's program alone uses, and their memory in all.
     own_maps: usize,
     own_map_bytes: u64,
-    /// Maps that all share.
-    shared_maps: usize,
-    shared_map_bytes: u64,
 }
 
 /// What loading one program costs.
@@ -166,13 +163,9 @@ fn kernel(scenario: &Scenario) -> Result<Kernel> {
     }
     ensure!(kernel.programs > 0, "no client pod has a program by TCX: this part needs kernel 6.6 or later");
     for (id, users) in users {
-        let bytes = map_memory(id)?;
         if users == 1 && kernel.programs > 1 {
             kernel.own_maps += 1;
-            kernel.own_map_bytes += bytes;
-        } else {
-            kernel.shared_maps += 1;
-            kernel.shared_map_bytes += bytes;
+            kernel.own_map_bytes += map_memory(id)?;
         }
     }
     Ok(kernel)
@@ -230,10 +223,6 @@ fn memories(figures: &Figures) -> Table {
     table.row([
         "all of a pod, KiB".to_owned(),
         kibibytes(program_bytes + kernel.own_map_bytes / programs.max(1) as u64),
-    ]);
-    table.row([
-        format!("{} maps that all share, Cilium's among them, MiB", kernel.shared_maps),
-        short(mebibytes(kernel.shared_map_bytes)),
     ]);
     table
 }
