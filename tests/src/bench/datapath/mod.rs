@@ -132,7 +132,7 @@ impl Guards {
 pub(super) fn run(options: &Options) -> Result<Findings> {
     let effort = &Effort::of(options.extent);
     let inner_flows = effort.flows.next_power_of_two();
-    let sizes = Sizes { services: SERVICES + 64, inner_flows, others: 4096 };
+    let sizes = Sizes { services: SERVICES + 64, inner_flows, ..Sizes::default() };
     let load = |name: &str, object: Option<&[u8]>| -> Result<Scene> {
         let directory = Paths.cilium_maps().join(name);
         let instance = match object {
