@@ -26,8 +26,7 @@ fn rewrite(lab: LabBuilder) -> ScenarioBuilder {
 }
 
 fn programs(attachments: &Attachments) -> (usize, usize) {
-    let ingress = attachments.ingress_filters.len() + attachments.tcx_ingress.len();
-    (ingress, attachments.egress_programs())
+    (attachments.ingress_programs(), attachments.egress_programs())
 }
 
 /// Waits for so many programs on ingress and egress of the client and of each egress pod.

@@ -7,7 +7,12 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use coil_guard_tests::{cilium::IpFamily, lab::LabBuilder, net::lab_test, scenario::Scenario};
+use coil_guard_tests::{
+    cilium::IpFamily,
+    lab::LabBuilder,
+    net::lab_test,
+    scenario::{Scenario, ScenarioBuilder},
+};
 
 use crate::{
     coil::{Form, Tunnels, blackhole},
@@ -107,12 +112,21 @@ fn connect(
 
 /// Rolls a cluster with each family inside in `mode`, and expects that nothing is lost.
 pub(crate) fn nothing_stalls(mode: &str, lab: fn() -> LabBuilder, tunnels: Tunnels) -> Result<()> {
+    let mode = mode.to_owned();
+    nothing_stalls_in(&|lab| Scenario::builder(lab).mode(&mode), lab, tunnels)
+}
+
+/// As [`nothing_stalls`], in a cluster made by `builder`.
+pub(crate) fn nothing_stalls_in(
+    builder: &(dyn Fn(LabBuilder) -> ScenarioBuilder + Sync),
+    lab: fn() -> LabBuilder,
+    tunnels: Tunnels,
+) -> Result<()> {
     for family in FAMILIES {
         lab_test(|| {
-            let builder = Scenario::builder(lab().backends(2 * PODS).published(PODS)).mode(mode);
-            let mut world = World::start(builder, tunnels)?;
+            let mut world = World::start(builder(lab().backends(2 * PODS).published(PODS)), tunnels)?;
             let figures = roll(&mut world, family, PATIENCE)?;
-            println!("figure: {mode} {family:?} {tunnels:?}: {figures}");
+            println!("figure: {family:?} {tunnels:?}: {figures}");
             let good = figures.failed.is_empty() && figures.lost.is_empty() && figures.to_leaving.is_empty();
             world.scenario.explain(if good { Ok(()) } else { Err(anyhow::anyhow!("{figures}")) })?;
             ensure!(figures.connections > 50 && figures.pings > 50, "too little was tried: {figures}");

@@ -4,15 +4,15 @@ use std::time::Duration;
 
 use anyhow::{Context as _, Result, ensure};
 use coil_guard_tests::{
-    cilium::{CiliumVersion, MatchPolicy},
+    cilium::{CiliumVersion, MatchPolicy, Policy},
     lab::{Lab, LabBuilder},
     net::lab_test,
-    scenario::Scenario,
+    scenario::{Scenario, ScenarioBuilder},
 };
 
 use crate::{
     coil::{Form, Tunnels},
-    reset::nothing_stalls,
+    reset::{nothing_stalls, nothing_stalls_in},
     tcp::{self, Bulk},
     world::{FAMILIES, PATIENCE, World},
 };
@@ -37,13 +37,28 @@ fn rewrite_stalls_nothing_with_source_ports_by_inner_flow() -> Result<()> {
     nothing_stalls("rewrite", without_affinity, Tunnels { sport_auto: true, ..Tunnels::COIL })
 }
 
+/// In a cluster whose policy lets nothing into a client but replies, and whose egress pods are on a node with the guard.
+fn symmetric(lab: LabBuilder) -> ScenarioBuilder {
+    Scenario::builder(lab.policy(Policy::DefaultDeny)).mode("rewrite").local_backends()
+}
+
+#[test]
+fn under_default_deny_rewrite_stalls_nothing_where_both_ends_are_guarded() -> Result<()> {
+    nothing_stalls_in(&symmetric, lets_go, Tunnels::COIL)
+}
+
 /// Super-packets, and checksums that nobody trusts blindly, under a given port.
 #[test]
 fn bulk_goes_whole_under_a_given_port() -> Result<()> {
     for family in FAMILIES {
-        for form in [Form::Coil, Form::Checksums] {
+        // With a policy also the way back: replies are sent to the given port, and turned back.
+        for (form, both_ends) in [(Form::Coil, false), (Form::Checksums, false), (Form::Checksums, true)] {
             lab_test(|| {
-                let builder = Scenario::builder(lets_go()).mode("rewrite");
+                let builder = if both_ends {
+                    symmetric(lets_go())
+                } else {
+                    Scenario::builder(lets_go()).mode("rewrite")
+                };
                 let mut world = World::start(builder, Tunnels { form, sport_auto: false })?;
                 let old = tcp::short(world.client(), family, PATIENCE)?;
                 let old = world.index_of(old)?;
@@ -62,9 +77,11 @@ fn bulk_goes_whole_under_a_given_port() -> Result<()> {
                     agent.metric("coil_guard_egress_actions_total", &rewritten)? > 100.0,
                     "the transfers went by the FoU port"
                 );
+                let returned = agent.metric("coil_guard_reply_packets_total", &["action=\"returned\""])?;
+                ensure!((returned > 100.0) == both_ends, "{returned} replies were turned back");
                 world.ensure_no_checksum_errors()
             })
-            .with_context(|| format!("{family:?} {form:?}"))?;
+            .with_context(|| format!("{family:?} {form:?}, both ends guarded: {both_ends}"))?;
         }
     }
     Ok(())

@@ -63,7 +63,8 @@ impl World {
     /// A new egress pod is Ready: Kubernetes and Cilium know it.
     pub(crate) fn bring_up(&mut self, index: usize) -> Result<()> {
         self.scenario.lab.publish_backend(index)?;
-        self.scenario.announce_backend(index)
+        self.scenario.announce_backend(index)?;
+        self.scenario.wait_answering(index)
     }
 
     /// An egress pod gets its deletionTimestamp; returns when the guard, if there is one, knows it too.

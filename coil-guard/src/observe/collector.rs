@@ -6,7 +6,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use coil_guard_common::abi::EgressCounters;
+use coil_guard_common::{abi::EgressCounters, counters::ReplyCount};
 use prometheus_client::{
     collector::Collector,
     encoding::{DescriptorEncoder, EncodeLabelSet, MetricEncoder},
@@ -30,7 +30,10 @@ impl SnapshotCell {
         sheet.counters(
             "reply_packets",
             "Packets of mode rewrite that the programs for symmetric replies saw, by what was done with them",
-            replies.packets.iter().map(|(action, packets)| ([("action", *action)], *packets)),
+            ReplyCount::ALL.iter().map(|what| {
+                let packets = replies.packets.get(what.label()).copied().unwrap_or(0);
+                ([("action", what.label())], packets)
+            }),
         )?;
         let sides = [("client", replies.clients.len()), ("egress", replies.egress_pods.len())];
         sheet.gauges(

@@ -34,6 +34,12 @@ impl Attachments {
     pub fn egress_programs(&self) -> usize {
         self.egress_filters.len() + self.tcx_egress.len()
     }
+
+    /// Number of programs that see packets arrive.
+    #[must_use]
+    pub fn ingress_programs(&self) -> usize {
+        self.ingress_filters.len() + self.tcx_ingress.len()
+    }
 }
 
 /// Lists what is attached to a device of the calling thread's namespace; see [`super::Namespace::run`].

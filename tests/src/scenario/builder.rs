@@ -162,6 +162,14 @@ impl ScenarioBuilder {
                 for index in announced {
                     scenario.wait_attached(index)?;
                 }
+                let symmetric =
+                    scenario.options.mode.as_deref() == Some("rewrite") && !scenario.options.sport_auto;
+                for index in (0..scenario.backends.len()).filter(|index| scenario.backends[*index].is_some())
+                {
+                    if symmetric {
+                        scenario.wait_answering(index)?;
+                    }
+                }
             }
         }
         Ok(scenario)

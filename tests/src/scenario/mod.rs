@@ -22,6 +22,7 @@ use crate::{
         cluster::{Cluster, PodRef, PodSpec},
     },
     lab::{Lab, LabBuilder, eventually},
+    net::{attachments, topology::POD_DEVICE},
 };
 
 /// Namespace of the Egress.
@@ -183,6 +184,23 @@ impl Scenario {
             let attachments = self.lab.attachments(client)?;
             let there = attachments.egress_programs();
             Ok(if there == programs { Ok(()) } else { Err(format!("{attachments:?}")) })
+        });
+        self.explain(found)
+    }
+
+    /// Waits until the programs for symmetric replies are on both hooks of an egress pod, if it is one of the agent's node.
+    ///
+    /// # Errors
+    ///
+    /// When they are not in time; with the end of the agent's log.
+    pub fn wait_answering(&self, index: usize) -> Result<()> {
+        if self.agent.is_none() || self.options.backend_node != NODE {
+            return Ok(());
+        }
+        let found = eventually("programs on the egress pod's device", self.patience(), || {
+            let attachments = self.lab.backend(index).namespace.run(|| attachments(POD_DEVICE))?;
+            let there = (attachments.ingress_programs(), attachments.egress_programs());
+            Ok(if there == (1, 1) { Ok(()) } else { Err(format!("{attachments:?}")) })
         });
         self.explain(found)
     }
