@@ -3,7 +3,7 @@
 use core::mem::MaybeUninit;
 
 use aya_ebpf::{
-    bindings::{__sk_buff, BPF_F_RECOMPUTE_CSUM},
+    bindings::__sk_buff,
     helpers::{bpf_skb_load_bytes, bpf_skb_store_bytes},
     programs::TcContext,
 };
@@ -21,7 +21,7 @@ impl<'a> Packet<'a> {
     }
 
     #[inline(always)]
-    fn skb(&self) -> *mut __sk_buff {
+    pub(crate) fn skb(&self) -> *mut __sk_buff {
         self.context.skb.skb
     }
 
@@ -31,15 +31,6 @@ impl<'a> Packet<'a> {
     pub(crate) fn store(&self, offset: u32, bytes: [u8; 2]) {
         // SAFETY: the pointer is to two initialised bytes.
         unsafe { bpf_skb_store_bytes(self.skb().cast(), offset, bytes.as_ptr().cast(), 2, 0) };
-    }
-
-    /// As [`Self::store`], of a packet that may have arrived from a device: where that has summed the whole packet, its sum
-    /// is corrected. With a wrong one the kernel would verify the inner checksum in vain, and complain of the hardware.
-    #[inline(always)]
-    pub(crate) fn store_summed(&self, offset: u32, bytes: [u8; 2]) {
-        let flags = BPF_F_RECOMPUTE_CSUM.into();
-        // SAFETY: as above.
-        unsafe { bpf_skb_store_bytes(self.skb().cast(), offset, bytes.as_ptr().cast(), 2, flags) };
     }
 }
 

@@ -19,6 +19,7 @@ mod maps;
 #[path = "../skb.rs"]
 #[expect(dead_code, reason = "shared with the client's core, which needs more of it")]
 mod skb;
+mod summed;
 
 use core::mem::offset_of;
 

@@ -1,5 +1,7 @@
 //! The loop: changes in, plan out.
 
+mod reports;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
@@ -18,7 +20,7 @@ use super::{
 };
 use crate::{
     clock::Monotonic,
-    datapath::{Datapath, FlowEvent, How, Part, Report},
+    datapath::{Datapath, FlowEvent},
     index::{Index, Update},
     k8s::{EventWriter, Health, Message, Node, Watches},
     observe::{Endpoints, Metrics, SnapshotRequest},
@@ -286,99 +288,6 @@ impl Agent {
             }
             self.events.write(write);
         }
-    }
-
-    fn take_report(&mut self, report: Report) {
-        let attachments = self.metrics.attachments.clone();
-        let count = |outcome| {
-            attachments.get_or_create(&[("outcome", outcome)]).inc();
-        };
-        let now = Monotonic::now();
-        match report {
-            Report::Attached { pod, part, interface, attachment, ports_overlap, how } => {
-                let name = self.pod_name(&pod);
-                tracing::info!(
-                    pod = name,
-                    uid = pod,
-                    part = part.label(),
-                    interface,
-                    ?attachment,
-                    ?how,
-                    "attached"
-                );
-                count(match how {
-                    How::Fresh => "attached",
-                    How::Kept => "kept",
-                    How::Replaced => "replaced",
-                    How::Restored => "restored",
-                });
-                if how == How::Restored {
-                    tracing::warn!(
-                        pod = name,
-                        part = part.label(),
-                        "somebody had removed the pod's program; it was attached anew"
-                    );
-                }
-                if part == Part::Guard {
-                    if let Some(client) = self.desired.pods.get(&pod).filter(|_| ports_overlap) {
-                        self.notices.ports_overlap(&self.index, client, now);
-                    }
-                    self.names.insert(pod.clone(), name);
-                    self.attached.insert(pod);
-                }
-            }
-            Report::Detached { pod, part } => {
-                tracing::info!(pod = self.pod_name(&pod), uid = pod, part = part.label(), "detached");
-                count("detached");
-                if part == Part::Guard {
-                    self.attached.remove(&pod);
-                    self.names.remove(&pod);
-                }
-            }
-            Report::Failed { pod, part, error, retry_in } => {
-                let name = self.pod_name(&pod);
-                tracing::warn!(pod = name, uid = pod, part = part.label(), error, ?retry_in, "cannot attach");
-                count("failed");
-                if let Some(client) = self.desired.pods.get(&pod) {
-                    self.notices.attach_failed(&self.index, client, &error, now);
-                }
-            }
-            Report::CoreFailed { error, retry_in } => {
-                tracing::error!(error, ?retry_in, "cannot load the core program");
-            }
-            Report::DetachFailed { pod, part, error } => {
-                let name = self.pod_name(&pod);
-                tracing::warn!(
-                    pod = name,
-                    uid = pod,
-                    part = part.label(),
-                    error,
-                    "cannot detach; trying again"
-                );
-                count("detach_failed");
-            }
-            Report::Bound(maps) => {
-                let ids: Vec<String> =
-                    maps.iter().map(|map| format!("{}={}", map.name, map.id.unwrap_or(0))).collect();
-                tracing::info!(maps = ids.join(" "), "bound to Cilium's maps");
-                self.metrics.cilium_binds.inc();
-            }
-            Report::Unbound(error) => tracing::error!(%error, "not bound to Cilium's maps"),
-            // The loop looks at the progress after each report: readiness does not wait for something else to happen.
-            Report::Settled => {}
-            Report::Warning(warning) => tracing::warn!("{warning}"),
-        }
-        self.replan(None);
-    }
-
-    fn pod_name(&self, uid: &PodUid) -> String {
-        let client = self.desired.pods.get(uid).map(|pod| format!("{}/{}", pod.namespace, pod.name));
-        let egress_pod =
-            || self.desired.egress_pods.get(uid).map(|pod| format!("{}/{}", pod.namespace, pod.name));
-        client
-            .or_else(egress_pod)
-            .or_else(|| self.names.get(uid).cloned())
-            .unwrap_or_else(|| "(unknown)".to_owned())
     }
 
     fn take_flow(&mut self, flow: &FlowEvent) {
