@@ -108,6 +108,45 @@ fn a_guarded_node_with_traffic_is_good() -> Result<()> {
 }
 
 #[test]
+fn whether_rewrite_can_work_is_said_beforehand() -> Result<()> {
+    let affinity = Some(Duration::from_secs(10_800));
+    for (version, affinity, level, code) in [
+        (CiliumVersion::V1_16, affinity, "cannot_work", 2),
+        (CiliumVersion::V1_20, affinity, "warning", 1),
+        (CiliumVersion::V1_16, None, "good", 0),
+    ] {
+        lab_test(|| {
+            let lab = Lab::builder().families(&[IpFamily::V4]).version(version).affinity(affinity);
+            let scenario = Scenario::builder(lab).mode("rewrite").no_agent().start()?;
+            send(&scenario)?;
+            let found = check(&scenario, &[])?;
+            if level == "good" {
+                found.of("rewrite", level)?;
+                ensure!(found.code == code, "exit code {} with {:#?}", found.code, found.findings);
+            } else {
+                found.says("rewrite", level, code, &["session affinity", "spec.sessionAffinity"])?;
+            }
+            found.of("rewrite_replies", "good").map(drop)
+        })
+        .with_context(|| format!("Cilium {version}, affinity {affinity:?}"))?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_mode_that_is_refused_is_found() -> Result<()> {
+    lab_test(|| {
+        let scenario = Scenario::builder(Lab::builder()).mode("reset").no_agent().start()?;
+        check(&scenario, &["--cilium-access", "read-only"])?.says(
+            "mode_refused",
+            "warning",
+            1,
+            &["in mode reset", "treated as off", "--cilium-access read-write"],
+        )
+    })
+}
+
+#[test]
 fn a_pin_directory_that_is_no_bpffs_is_found() -> Result<()> {
     lab_test(|| {
         let scenario = Scenario::builder(Lab::builder()).no_agent().start()?;
