@@ -7,8 +7,8 @@ use coil_guard_common::decide::{self, Judgement, State, Unmarked};
 
 use crate::{
     family::{V4, V6},
+    packet_client::ClientWorld,
     scratch::Scratch,
-    world::ClientWorld,
 };
 
 macro_rules! apart {

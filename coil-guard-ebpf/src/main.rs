@@ -20,6 +20,7 @@ mod config;
 mod family;
 mod maps;
 mod memory;
+mod packet_client;
 mod report;
 mod scratch;
 mod skb;
@@ -42,9 +43,9 @@ use network_types::udp::UdpHdr;
 use crate::{
     config::Client,
     family::{Family, V4, V6},
+    packet_client::ClientWorld,
     scratch::Scratch,
     skb::{LinearPacket, Packet},
-    world::ClientWorld,
 };
 
 /// Both TCX_NEXT and TC_ACT_UNSPEC: whatever runs next decides.

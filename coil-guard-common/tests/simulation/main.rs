@@ -7,6 +7,7 @@ mod cilium;
 mod cluster;
 mod flows;
 mod guard;
+mod outcome;
 mod own;
 #[path = "../prose/mod.rs"]
 mod prose;

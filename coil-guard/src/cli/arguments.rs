@@ -5,7 +5,7 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 use clap::{Args, Parser, Subcommand};
 
 use super::values::{
-    Attach, CiliumAccess, DefaultMode, duration, entries, interval, log_level, not_ready_after, port,
+    Address, Attach, CiliumAccess, DefaultMode, duration, entries, interval, log_level, not_ready_after, port,
 };
 use crate::{
     check::Check,
@@ -218,22 +218,6 @@ pub(crate) struct EndpointArguments {
         default_value = "127.0.0.1:9398"
     )]
     health_address: Address,
-}
-
-#[derive(Clone, Debug)]
-struct Address(Option<SocketAddr>);
-
-impl std::str::FromStr for Address {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        if text.is_empty() {
-            return Ok(Self(None));
-        }
-        text.parse().map(|address| Self(Some(address))).map_err(|_| {
-            "an address and a port are expected, such as 127.0.0.1:9398 or [::1]:9398, or nothing".to_owned()
-        })
-    }
 }
 
 impl EndpointArguments {

@@ -1,6 +1,6 @@
 //! Values of flags. Each error says what is allowed.
 
-use std::time::Duration;
+use std::{net::SocketAddr, time::Duration};
 
 use clap::ValueEnum;
 
@@ -64,6 +64,23 @@ impl From<Attach> for AttachKind {
             Attach::Tcx => Self::Tcx,
             Attach::Clsact => Self::Clsact,
         }
+    }
+}
+
+/// Where to listen, or nothing.
+#[derive(Clone, Debug)]
+pub(super) struct Address(pub(super) Option<SocketAddr>);
+
+impl std::str::FromStr for Address {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if text.is_empty() {
+            return Ok(Self(None));
+        }
+        text.parse().map(|address| Self(Some(address))).map_err(|_| {
+            "an address and a port are expected, such as 127.0.0.1:9398 or [::1]:9398, or nothing".to_owned()
+        })
     }
 }
 

@@ -8,23 +8,25 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use aya::{
-    Ebpf, EbpfLoader, Pod, TestRun as _, TestRunOptions, VerifierLogLevel,
+    Ebpf, Pod, TestRun as _, TestRunOptions,
     maps::{Array, HashMap, MapData, PerCpuArray, ProgramArray, RingBuf},
     programs::SchedClassifier,
 };
 use coil_guard_common::{
     abi::{
         AgentState, BackendMark, CORE_PROGRAM, ClientServiceKey, DrainStats, EgressCounters, Event,
-        FLOW_COST, FragmentKey, FragmentPorts, GuardedService, InnerFlow, InnerFlowKey, LeavingKey,
-        LeavingSeen, POD_CONFIG, PROGRAM, PinnedPort, PinnedPortKey, PodConfig, Previous, READ_ONLY,
-        ReportKey, Return, ReturnKey, Returning, ServiceKey, core_slot, flow_cost, maps,
+        FragmentKey, FragmentPorts, GuardedService, InnerFlow, InnerFlowKey, LeavingKey, LeavingSeen,
+        PROGRAM, PinnedPort, PinnedPortKey, PodConfig, Previous, ReportKey, Return, ReturnKey, Returning,
+        ServiceKey, core_slot, maps,
     },
-    cilium::{AFFINITY_MATCH, MAPS4, MAPS6},
     counters::Reason,
 };
 use zerocopy::FromBytes as _;
 
-use super::{clock::processor_time, counters::Counters};
+use super::{
+    counters::Counters,
+    loading::{self, Load},
+};
 use crate::cilium::{Change, CiliumMaps, CiliumVersion, MapOptions};
 
 /// Path of an object to use in place of the agent's: to compare two builds.
@@ -47,23 +49,6 @@ impl Default for Sizes {
     fn default() -> Self {
         Self { services: 64, inner_flows: 4096, others: 4096, cilium: 65_536 }
     }
-}
-
-/// What loading a program cost, in processor time.
-#[derive(Clone, Copy, Debug)]
-pub struct Load {
-    /// Parsing, relocating and making the own maps.
-    pub prepare: Duration,
-    /// Verifying and compiling, inside the kernel.
-    pub verify: Duration,
-    /// Instructions that the verifier went through.
-    pub verified_instructions: u32,
-    /// Bytes of the translated program.
-    pub translated: u32,
-    /// Bytes of machine code.
-    pub machine_code: u32,
-    /// Bytes of kernel memory for the program.
-    pub memory: u32,
 }
 
 /// What the program did with one packet.
@@ -163,56 +148,10 @@ impl Instance {
             !object.is_empty(),
             "this build has no eBPF program: run `cargo xtask setup`, then build again"
         );
-        let began = processor_time();
-        let flow_cost = flow_cost(sizes.inner_flows);
-        let mut loader = EbpfLoader::new();
-        loader
-            .btf(None)
-            .verifier_log_level(VerifierLogLevel::STATS)
-            .override_global(FLOW_COST, &flow_cost, true);
-        if read_only {
-            loader.override_global(READ_ONLY, &1u32, true);
-        }
-        for name in maps::ALL {
-            match name {
-                maps::AGENT | maps::COUNTERS | maps::CORES => {}
-                maps::CLIENT => {
-                    loader.map_pin_path(name, directory.join(name));
-                }
-                maps::EVENTS => {
-                    loader.map_max_entries(name, 1 << 20);
-                }
-                maps::GUARDED_SERVICES => {
-                    loader.map_max_entries(name, sizes.services);
-                }
-                maps::INNER_FLOWS => {
-                    loader.map_max_entries(name, sizes.inner_flows);
-                }
-                _ => {
-                    loader.map_max_entries(name, sizes.others);
-                }
-            }
-        }
-        let names = [MAPS4, MAPS6];
-        let bound = ["4", "6"].into_iter().zip(&names).flat_map(|(suffix, names)| {
-            [
-                ("CT", names.conntrack),
-                ("SERVICES", names.services),
-                ("BACKENDS", names.backends),
-                ("AFFINITY", names.affinity),
-            ]
-            .map(|(own, pinned)| (format!("{own}{suffix}"), cilium.path(pinned)))
-        });
-        let affinity_match = ("AFFINITY_MATCH".to_owned(), cilium.path(AFFINITY_MATCH));
-        let bound: Vec<_> = bound.chain([affinity_match]).collect();
-        for (name, path) in &bound {
-            loader.map_pin_path(name, path);
-        }
-        let mut ebpf = loader.load(object).context("cannot read the core's object")?;
-        let load = into_kernel(&mut ebpf, CORE_PROGRAM, processor_time() - began)?;
+        let (mut ebpf, load) = loading::core(object, directory, &cilium, sizes, read_only)?;
         let events =
             RingBuf::try_from(ebpf.take_map(maps::EVENTS).context("the object has no ring buffer")?)?;
-        let (mut stub, stub_load) = load_stub(directory, config)?;
+        let (mut stub, stub_load) = loading::stub(directory, config)?;
         let cores = ProgramArray::try_from(stub.take_map(maps::CORES).context("the stub has no cores")?)?;
         let mut instance =
             Self { ebpf, stub, cores, events, cilium, directory: directory.to_owned(), load, stub_load };
@@ -242,7 +181,7 @@ impl Instance {
     ///
     /// When the kernel refuses it.
     pub fn become_pod(&mut self, config: &PodConfig) -> Result<()> {
-        (self.stub, self.stub_load) = load_stub(&self.directory, config)?;
+        (self.stub, self.stub_load) = loading::stub(&self.directory, config)?;
         Ok(())
     }
 
@@ -435,35 +374,6 @@ impl Instance {
             events: self.take_events()?,
         })
     }
-}
-
-fn load_stub(directory: &Path, config: &PodConfig) -> Result<(Ebpf, Load)> {
-    let began = processor_time();
-    let mut loader = EbpfLoader::new();
-    loader.btf(None).verifier_log_level(VerifierLogLevel::STATS).override_global(POD_CONFIG, config, true);
-    for name in [maps::CLIENT, maps::CORES] {
-        loader.map_pin_path(name, directory.join(name));
-    }
-    let mut stub = loader.load(coil_guard::datapath::STUB_OBJECT).context("cannot read the stub's object")?;
-    let load = into_kernel(&mut stub, PROGRAM, processor_time() - began)?;
-    Ok((stub, load))
-}
-
-fn into_kernel(ebpf: &mut Ebpf, name: &str, prepare: Duration) -> Result<Load> {
-    let program: &mut SchedClassifier =
-        ebpf.program_mut(name).with_context(|| format!("the object has no {name}"))?.try_into()?;
-    let began = processor_time();
-    program.load().with_context(|| format!("the kernel refuses {name}"))?;
-    let verify = processor_time() - began;
-    let info = program.info()?;
-    Ok(Load {
-        prepare,
-        verify,
-        verified_instructions: info.verified_instruction_count().unwrap_or(0),
-        translated: info.size_translated().unwrap_or(0),
-        machine_code: info.size_jitted(),
-        memory: info.memory_locked().unwrap_or(0),
-    })
 }
 
 const EGRESS_FIELDS: usize = size_of::<EgressCounters>() / size_of::<u64>();

@@ -8,6 +8,7 @@ mod clock;
 mod conntrack;
 mod counters;
 mod instance;
+mod loading;
 mod memory;
 mod packets;
 pub mod replies;
@@ -17,7 +18,8 @@ mod scene;
 pub use self::{
     clock::{monotonic, processor_time},
     counters::Counters,
-    instance::{Instance, Load, Run, Sizes},
+    instance::{Instance, Run, Sizes},
+    loading::Load,
     packets::{Checksum, bytes, udp_offset},
     replies::{Replies, frame_between},
     rng::Rng,
