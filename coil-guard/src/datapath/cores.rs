@@ -190,13 +190,13 @@ impl Cores {
     ///
     /// # Errors
     ///
-    /// A new failure, with the time until it is tried again.
+    /// What a new failure says, with the time until it is tried again.
     pub(crate) fn load(
         &mut self,
         layout: &Layout,
         binding: &Binding,
         core: Core,
-    ) -> Result<(), Option<(DatapathError, Duration)>> {
+    ) -> Result<(), Option<(String, Duration)>> {
         let error = match self.replace(layout, binding, core) {
             Ok(id) => {
                 self.states.insert(core, State::Loaded(id));
@@ -208,9 +208,9 @@ impl Cores {
         let wait = if refused { AFTER_REFUSAL } else { AFTER_FAILURE };
         let text = error.to_string();
         let is_new = self.problem(core).is_none_or(|(known, _)| known != text);
-        let state = State::Failed { error: text, refused, retry_at: Instant::now() + wait };
+        let state = State::Failed { error: text.clone(), refused, retry_at: Instant::now() + wait };
         self.states.insert(core, state);
-        Err(is_new.then_some((error, wait)))
+        Err(is_new.then_some((text, wait)))
     }
 
     fn replace(&mut self, layout: &Layout, binding: &Binding, core: Core) -> Result<u32, DatapathError> {

@@ -191,7 +191,7 @@ impl Pins {
     /// Loads `object` over these maps.
     pub(crate) fn load(&self, loader: &mut EbpfLoader<'_>, object: &[u8]) -> Result<Ebpf, DatapathError> {
         for (name, (path, _)) in &self.0 {
-            loader.map_pin_path(*name, path.clone());
+            loader.map_pin_path(name, path.clone());
         }
         let ebpf = loader.load(object).map_err(DatapathError::Load)?;
         // The loader makes a map of its own where a pin has gone. All of them are in our directory, but a program bound to

@@ -9,7 +9,7 @@ use coil_guard::{
 };
 use coil_guard_common::abi::{core_slot, maps};
 
-use crate::harness::{Agent, Node, can_run, desired, eventually};
+use crate::harness::{Agent, Node, PodNamespace, can_run, desired, eventually};
 
 const POD: &str = "10.0.0.1";
 const PODS: [(&str, &[&str]); 3] = [("a", &["10.0.0.1"]), ("b", &["10.0.0.2"]), ("c", &["10.0.0.3"])];
@@ -38,12 +38,12 @@ fn all_pods_share_one_core_that_outlives_the_agent() {
     for (uid, _) in PODS {
         assert_eq!(wait_attached(&mut agent, uid), How::Fresh);
     }
-    let stubs: Vec<u32> = pods.iter().flat_map(|pod| pod.tcx()).collect();
+    let stubs: Vec<u32> = pods.iter().flat_map(PodNamespace::tcx).collect();
     assert_eq!(stubs.len(), PODS.len());
     let core = core_of(&node).expect("a core");
     drop(agent);
     assert_eq!(core_of(&node), Some(core), "the core went with the agent");
-    assert_eq!(pods.iter().flat_map(|pod| pod.tcx()).collect::<Vec<_>>(), stubs);
+    assert_eq!(pods.iter().flat_map(PodNamespace::tcx).collect::<Vec<_>>(), stubs);
     let done = cleanup(&node.options).unwrap();
     assert_eq!(done.errors, Vec::<String>::new());
     let gone = |id: u32| {

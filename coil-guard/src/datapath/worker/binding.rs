@@ -88,7 +88,7 @@ impl Worker {
             self.report(Report::Bound(maps));
         }
         for (error, retry_in) in failures {
-            self.report(Report::CoreFailed { error: error.to_string(), retry_in });
+            self.report(Report::CoreFailed { error, retry_in });
         }
         Ok(())
     }
