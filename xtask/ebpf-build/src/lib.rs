@@ -6,6 +6,7 @@
 //! without LLVM, and loading the program fails with a sentence that says what to do.
 
 mod linker;
+mod strip;
 mod toolchain;
 
 use std::{env, ffi::OsStr, fs, path::Path};
@@ -73,5 +74,6 @@ pub fn build(package: &str, directory: &str, binaries: &[&str]) -> Result<()> {
     aya_build::build_ebpf(
         [Package { name: package, root_dir: directory, ..Package::default() }],
         Toolchain::Custom(&toolchain.name),
-    )
+    )?;
+    binaries.iter().try_for_each(|binary| strip::strip(&Path::new(&out).join(binary)))
 }
