@@ -34,6 +34,9 @@ impl World for One {
         assert_eq!(*address, ADDRESS);
         self.facts.mark
     }
+    fn only_ready_marks(&mut self) -> bool {
+        unreachable!()
+    }
     fn heartbeat_fresh(&mut self) -> u64 {
         u64::from(self.facts.fresh)
     }

@@ -31,9 +31,9 @@ impl<F: Family> ClientWorld<F> {
         service: &'static GuardedService,
         client: Client,
     ) -> Self {
-        scratch.heartbeat_fresh = match maps::AGENT.get(0) {
-            Some(agent) => u64::from(now < agent.heartbeat_until),
-            None => 0,
+        (scratch.heartbeat_fresh, scratch.only_ready) = match maps::AGENT.get(0) {
+            Some(agent) => (u64::from(now < agent.heartbeat_until), agent.only_ready),
+            None => (0, 0),
         };
         F::prepare(scratch);
         scratch.now = now;

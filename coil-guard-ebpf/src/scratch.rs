@@ -56,6 +56,8 @@ pub(crate) struct Scratch {
     pub(crate) heartbeat_fresh: u64,
     /// Where the packet's flow is remembered, see `memory`.
     pub(crate) remembered: u64,
+    /// 1 or 0.
+    pub(crate) only_ready: u64,
     /// The first bytes of the inner packet.
     pub(crate) window: [u8; WINDOW],
     /// When the packet came.
@@ -70,6 +72,10 @@ pub(crate) struct Scratch {
     pub(crate) egress: u32,
     /// Of the packet's client.
     pub(crate) fou_port: [u8; 2],
+    /// Source port of the service entry that was read last.
+    pub(crate) entry_port: [u8; 2],
+    /// Its lifetime, 0 when there was none.
+    pub(crate) entry_lifetime: u32,
 }
 
 /// Keys of Cilium's maps for the packet's client and service. Built once a packet; a lookup then changes a field or two.

@@ -68,7 +68,10 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(always)]
     fn entry(&mut self, port: [u8; 2]) -> Option<Entry> {
-        let entry = copy!(F::conntrack(), F::entry_key(self.scratch, port))?;
+        let found = copy!(F::conntrack(), F::entry_key(self.scratch, port));
+        (self.scratch.entry_port, self.scratch.entry_lifetime) = (port, 0);
+        let entry = found?;
+        self.scratch.entry_lifetime = entry.lifetime;
         Some(Entry { backend_id: entry.backend_id, rev_nat_index: entry.rev_nat_index })
     }
 
@@ -122,9 +125,11 @@ impl<F: Family> World for ClientWorld<F> {
             return;
         }
         let Some(backend) = copy!(F::backends(), &id) else { return };
-        let Some(drain_entry) = self.entry_ptr(port) else { return };
-        // SAFETY: a non-null map value pointer.
-        let lifetime = unsafe { (&raw const (*drain_entry).lifetime).read_volatile() };
+        // As a rule it was read just now; one that was made since has no lifetime yet.
+        if self.scratch.entry_port != port && self.entry(port).is_none() {
+            return;
+        }
+        let lifetime = self.scratch.entry_lifetime;
         let key = F::egress_key(self.scratch, &backend);
         if let Some(entry) = F::conntrack().get_ptr_mut(key) {
             // SAFETY: as above. Same clock and unit in both; a refresh by Cilium that is lost here is made up for by the next
@@ -159,6 +164,11 @@ impl<F: Family> World for ClientWorld<F> {
     #[inline(always)]
     fn mark(&mut self, address: &[u8; 16]) -> Option<BackendMark> {
         copy!(maps::BACKEND_MARKS, address)
+    }
+
+    #[inline(always)]
+    fn only_ready_marks(&mut self) -> bool {
+        self.scratch.only_ready != 0
     }
 
     #[inline(always)]

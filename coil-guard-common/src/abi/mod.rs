@@ -211,9 +211,11 @@ shared! {
 
 shared! {
     /// The agent's sign of life.
-    AgentState, 8 {
+    AgentState, 16 {
         /// Until when the set of READY marks is complete.
         heartbeat_until: u64,
+        /// 1 when every mark there is says READY; 0 when one may not. Taken back before another is written.
+        only_ready: u64,
     }
 }
 

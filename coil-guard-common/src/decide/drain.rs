@@ -1,8 +1,8 @@
 //! Mode `drain`: existing inner connections stay, new ones leave.
 
 use super::{
-    COARSE, DRAIN_PORTS, DrainChange, IDLE, Judgement, PREVIOUS_MEMORY, RETRIES, SETTLE, State, Unmarked,
-    World, drain_port, is_reserved_port,
+    COARSE, DRAIN_PORTS, DrainChange, Entry, IDLE, Judgement, PREVIOUS_MEMORY, RETRIES, SETTLE, State,
+    Unmarked, World, drain_port, is_reserved_port,
     put::{Put, put, read},
     state::Memory,
 };
@@ -224,6 +224,13 @@ fn go_by_drain_port(world: &mut impl World, state: &mut State, id: u32) {
 #[inline(always)]
 fn claim(world: &mut impl World, state: &mut State, id: u32) -> Step {
     let port = drain_port(id);
+    // As it is nearly always. The home is in Cilium's map: it was judged for this packet.
+    let is_claimed = |entry: &Entry| {
+        entry.backend_id == u64::from(id) && entry.rev_nat_index == state.master.rev_nat_index
+    };
+    if world.entry(port).as_ref().is_some_and(is_claimed) {
+        return Step::Done;
+    }
     read(world, &state.master, port, Unmarked::Awhile, &mut state.drain_read);
     let found = &state.drain_read;
     if found.valid && found.backend.id == id {

@@ -261,6 +261,20 @@ mod tests {
         assert_eq!(before(1 << 60, FOR_EVER), 1);
     }
 
+    /// What `reset::is_on_active` relies on.
+    #[test]
+    fn an_active_backend_keeps_its_flows_when_no_mark_says_otherwise() {
+        let circumstances = (0..VERDICTS_LENGTH).map(Circumstances::from_index);
+        let mut seen = 0;
+        for case in circumstances.filter(|case| {
+            matches!(case.marked, 0 | mark::READY) && case.state == BACKEND_ACTIVE && !case.awhile
+        }) {
+            assert_ne!(case.verdict() & KEEPS, 0, "{:?} {} {}", case.marked, case.believed, case.fresh);
+            seen += 1;
+        }
+        assert_eq!(seen, 16);
+    }
+
     #[test]
     fn usable_backends_keep_and_only_active_ones_are_usable() {
         for index in 0..VERDICTS_LENGTH {

@@ -114,6 +114,8 @@ pub trait World {
 
     /// The agent's mark of a backend address.
     fn mark(&mut self, address: &[u8; 16]) -> Option<BackendMark>;
+    /// Whether every mark there is says READY: those of the moment at which the packet came, or of a later one.
+    fn only_ready_marks(&mut self) -> bool;
     /// 1 when the agent's set of READY marks is complete at this moment, else 0.
     fn heartbeat_fresh(&mut self) -> u64;
     /// [`select`], out of line where the caller's verifier wants that.

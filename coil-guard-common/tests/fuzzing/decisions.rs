@@ -144,6 +144,9 @@ impl World for Bytes<'_> {
             pad: [0; 7],
         })
     }
+    fn only_ready_marks(&mut self) -> bool {
+        self.call() & 1 != 0
+    }
     fn heartbeat_fresh(&mut self) -> u64 {
         self.fresh
     }

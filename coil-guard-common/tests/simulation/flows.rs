@@ -1,7 +1,7 @@
 //! Inner flows with the truth about each, the way of a packet, and what must hold of it.
 
 use coil_guard_common::{
-    abi::mode,
+    abi::{mark, mode},
     counters::Reason,
     decide::{IDLE, Outcome, PREVIOUS_MEMORY, SETTLE, decide, drain_port},
     inner::FlowPacket,
@@ -99,7 +99,8 @@ impl Sim {
         state.master = self.cilium.master();
         let fresh = u64::from(self.now < self.agent.heartbeat_until);
         let now = self.now;
-        let mut pass = Pass { sim: self, packet, cpu, now, fresh, mode };
+        let only_ready = self.agent.marks.values().all(|mark| mark.state == mark::READY);
+        let mut pass = Pass { sim: self, packet, cpu, now, fresh, only_ready, mode };
         decide(&mut pass, &mut state, mode);
         packet = pass.packet;
         let outcome = state.outcome;

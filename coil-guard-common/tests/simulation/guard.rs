@@ -20,6 +20,7 @@ pub(crate) struct Pass<'a> {
     pub(crate) cpu: usize,
     pub(crate) now: u64,
     pub(crate) fresh: u64,
+    pub(crate) only_ready: bool,
     pub(crate) mode: u8,
 }
 
@@ -157,6 +158,9 @@ impl World for Pass<'_> {
     fn mark(&mut self, address: &[u8; 16]) -> Option<BackendMark> {
         self.meanwhile();
         self.sim.agent.marks.get(address).copied()
+    }
+    fn only_ready_marks(&mut self) -> bool {
+        self.only_ready
     }
     fn heartbeat_fresh(&mut self) -> u64 {
         self.fresh

@@ -38,6 +38,8 @@ pub(crate) struct Tables {
     marks_renewed: Option<Monotonic>,
     services_renewed: Option<Monotonic>,
     heartbeat_sent: Option<Monotonic>,
+    /// As it was last written.
+    agent_state: abi::AgentState,
 }
 
 impl fmt::Debug for Tables {
@@ -78,7 +80,9 @@ impl Tables {
             marks_renewed: None,
             services_renewed: None,
             heartbeat_sent: None,
+            agent_state: abi::AgentState::new_zeroed(),
         };
+        tables.agent_state = tables.agent.get(&0, 0).map_err(map_error("read", maps::AGENT))?;
         for entry in &tables.services {
             let (key, value) = entry.map_err(map_error("read", maps::GUARDED_SERVICES))?;
             tables.have_services.insert(key_bytes(&key), value);
@@ -120,7 +124,18 @@ impl Tables {
         let renew_marks = desired.complete && due(self.marks_renewed, MARK_RENEWAL, now);
         let changes = mark_changes(&self.have_marks, &desired.marks, renew_marks, now);
         let mut complete = true;
-        for (address, entry) in changes.put {
+        // Before the first other mark: the program does not look for one while this stands.
+        let others = changes.put.iter().any(|(_, entry)| entry.state != abi::mark::READY);
+        let told = if others { self.set_only_ready(false) } else { Ok(()) };
+        let put = told.map_or_else(
+            |error| {
+                complete = false;
+                applied.errors.push(error);
+                Vec::new()
+            },
+            |()| changes.put,
+        );
+        for (address, entry) in put {
             match self.put_mark(address, entry) {
                 Ok(()) => applied.writes += 1,
                 Err(error) => {
@@ -143,6 +158,10 @@ impl Tables {
                     applied.writes += 1;
                 }
             }
+        }
+        let only_ready = self.have_marks.values().all(|entry| entry.state == abi::mark::READY);
+        if let Err(error) = self.set_only_ready(only_ready) {
+            applied.errors.push(error);
         }
         if renew_marks && complete {
             self.marks_renewed = Some(now);
@@ -249,9 +268,21 @@ impl Tables {
     }
 
     fn set_heartbeat(&mut self, until: Monotonic) -> Result<(), DatapathError> {
-        self.agent
-            .set(0, abi::AgentState { heartbeat_until: until.0 }, 0)
-            .map_err(map_error("write to", maps::AGENT))
+        self.set_agent(abi::AgentState { heartbeat_until: until.0, ..self.agent_state })
+    }
+
+    fn set_only_ready(&mut self, only_ready: bool) -> Result<(), DatapathError> {
+        let only_ready = u64::from(only_ready);
+        if self.agent_state.only_ready == only_ready {
+            return Ok(());
+        }
+        self.set_agent(abi::AgentState { only_ready, ..self.agent_state })
+    }
+
+    fn set_agent(&mut self, state: abi::AgentState) -> Result<(), DatapathError> {
+        self.agent.set(0, state, 0).map_err(map_error("write to", maps::AGENT))?;
+        self.agent_state = state;
+        Ok(())
     }
 
     fn take_back_heartbeat(&mut self, applied: &mut Applied) {

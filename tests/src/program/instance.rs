@@ -267,7 +267,7 @@ impl Instance {
         self.empty::<LeavingKey, LeavingSeen>(maps::LEAVING)?;
         self.empty::<[u8; 16], DrainStats>(maps::DRAINS)?;
         self.empty::<ReportKey, u64>(maps::REPORTED)?;
-        self.set_agent(AgentState { heartbeat_until: 0 })?;
+        self.set_agent(AgentState { heartbeat_until: 0, only_ready: 0 })?;
         self.take_events()?;
         Ok(())
     }

@@ -65,6 +65,7 @@ pub struct Scene {
     /// Port of backends that are written from now on.
     pub backend_port: u16,
     pub(super) version: CiliumVersion,
+    agent: AgentState,
 }
 
 impl Scene {
@@ -94,7 +95,8 @@ impl Scene {
     /// A scene on an instance that was loaded over the maps of `version`.
     #[must_use]
     pub fn new(guard: Instance, version: CiliumVersion) -> Self {
-        Self { guard, family: IpFamily::V4, backend_port: FOU_PORT, version }
+        let agent = AgentState { heartbeat_until: 0, only_ready: 0 };
+        Self { guard, family: IpFamily::V4, backend_port: FOU_PORT, version, agent }
     }
 
     /// Starts anew: the service guarded in `mode` by a living agent, backends 1 and 2 active, ready and in the slots, no
@@ -107,6 +109,8 @@ impl Scene {
         self.guard.clear()?;
         self.family = family;
         self.backend_port = FOU_PORT;
+        // No mark says otherwise yet.
+        self.agent.only_ready = 1;
         self.agent_alive(true)?;
         self.guarded(mode, 0)?;
         self.service(&[1, 2], false)?;
@@ -143,7 +147,12 @@ impl Scene {
     /// When the map cannot be written.
     pub fn agent_alive(&mut self, alive: bool) -> Result<()> {
         let heartbeat_until = if alive { monotonic() + 3600 * SECOND } else { 1 };
-        self.guard.set_agent(AgentState { heartbeat_until })
+        self.set_agent(AgentState { heartbeat_until, ..self.agent })
+    }
+
+    fn set_agent(&mut self, state: AgentState) -> Result<()> {
+        self.agent = state;
+        self.guard.set_agent(state)
     }
 
     /// Guards the service in `mode` with `flags`.
@@ -175,6 +184,9 @@ impl Scene {
     pub fn mark(&mut self, id: u32, state: u8, keep_until: u64, since: u64) -> Result<()> {
         let valid_until = monotonic() + 3600 * SECOND;
         let value = BackendMark { keep_until, valid_until, since, state, pad: [0; 7] };
+        if state != mark::READY {
+            self.set_agent(AgentState { only_ready: 0, ..self.agent })?;
+        }
         let key = mapped(address_of(self.family, id));
         self.guard.set(maps::BACKEND_MARKS, &key, &value)
     }
