@@ -60,6 +60,41 @@ fn services_marks_and_heartbeat_are_what_the_plan_says() {
     assert_eq!(snapshot.heartbeat_until, Some(later.saturating_add(Duration::from_secs(15))));
 }
 
+fn only_ready(node: &Node) -> u64 {
+    let map = Map::from_map_data(MapData::from_pin(node.layout().join("AGENT")).unwrap()).unwrap();
+    let agent: aya::maps::Array<_, coil_guard_common::abi::AgentState> = map.try_into().unwrap();
+    agent.get(&0, 0).unwrap().only_ready
+}
+
+/// The program does not look for the mark of an ACTIVE backend while every mark is said to be READY.
+#[test]
+fn other_marks_than_ready_are_announced_before_they_are_written() {
+    if !can_run() {
+        return;
+    }
+    let node = Node::new(AttachKind::Auto);
+    let mut agent = node.open();
+    let mut wanted = desired(Mode::Reset, &[]);
+    let ready = (ip("10.1.0.1"), mark(MarkState::Ready, Keep::ForEver));
+    for state in [MarkState::Leaving, MarkState::NotReady, MarkState::Gone] {
+        wanted.marks = [ready.clone()].into();
+        agent.apply(&wanted);
+        assert_eq!(only_ready(&node), 1, "before {state:?}");
+        wanted.marks.insert(ip("10.1.0.2"), mark(state, Keep::No));
+        agent.apply(&wanted);
+        assert_eq!(only_ready(&node), 0, "with {state:?}");
+        // Another agent takes it over as it is.
+        drop(agent);
+        agent = node.open();
+        assert_eq!(only_ready(&node), 0, "with {state:?}, a new agent");
+        agent.apply(&wanted);
+        assert_eq!(only_ready(&node), 0, "with {state:?}, a new agent's plan");
+    }
+    wanted.marks = [ready].into();
+    agent.apply(&wanted);
+    assert_eq!(only_ready(&node), 1, "after all");
+}
+
 #[test]
 fn nothing_is_renewed_while_a_watch_is_down() {
     if !can_run() {
