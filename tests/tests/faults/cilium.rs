@@ -104,12 +104,7 @@ fn pins_that_are_removed_and_brought_back_interrupt_nothing() -> Result<()> {
         }
         scenario.agent()?.wait_log(&["not bound to Cilium's maps"], scenario.patience())?;
         scenario.wait_attached(0)?;
-        let patience = scenario.patience();
-        let agent = scenario.agent()?;
-        eventually("an agent that is not ready for want of Cilium's maps", patience, || {
-            let (ready, body) = agent.ready()?;
-            Ok(if !ready && body.contains("[-]cilium_maps") { Ok(()) } else { Err(body) })
-        })?;
+        wait_unready(&scenario)?;
         // The programs still have the maps: an agent of Cilium's that is down has left them as they are.
         guards(&mut scenario, IpFamily::V4)?;
         ensure!(cilium_pins()?.is_empty(), "a map was made in Cilium's place: {:?}", cilium_pins()?);
@@ -159,6 +154,15 @@ fn ipv6_maps_that_appear_later_are_bound() -> Result<()> {
     })
 }
 
+/// Readiness hears of what the log told a moment later.
+fn wait_unready(scenario: &Scenario) -> Result<()> {
+    let agent = scenario.agent()?;
+    eventually("an agent that is not ready for want of Cilium's maps", scenario.patience(), || {
+        let (ready, body) = agent.ready()?;
+        Ok(if !ready && body.contains("[-]cilium_maps") { Ok(()) } else { Err(body) })
+    })
+}
+
 /// Another layout of one map: refused, named, and the programs that are bound to the old map are taken off.
 fn refused(scenario: &Scenario, name: &str, shape: MapShape, told: &[&str]) -> Result<()> {
     let since = Instant::now();
@@ -167,8 +171,7 @@ fn refused(scenario: &Scenario, name: &str, shape: MapShape, told: &[&str]) -> R
     scenario.agent()?.wait_log(&[&["ERROR", name], told].concat(), scenario.patience())?;
     scenario.wait_detached(0)?;
     ensure!(since.elapsed() < REBOUND_WITHIN + MACHINE, "{name}: detached after {:?} only", since.elapsed());
-    let (ready, body) = scenario.agent()?.ready()?;
-    ensure!(!ready && body.contains("[-]cilium_maps"), "{name}: {body}");
+    wait_unready(scenario).with_context(|| name.to_owned())?;
     ensure!(cilium_pins()? == pinned, "Cilium's pins were {pinned:?}, now {:?}", cilium_pins()?);
     Ok(())
 }

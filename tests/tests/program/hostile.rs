@@ -26,7 +26,7 @@ const PACKETS: u64 = 50_000;
 /// Small, because they are walked after each packet.
 const SIZES: Sizes = Sizes { services: 64, inner_flows: 1024, others: 1024, cilium: 1024 };
 /// Packets between two states of the maps.
-const ROUND: u64 = 512;
+const ROUND: u64 = 128;
 const PORTS: [u16; 6] = [FOU_PORT, 40_001, 60_999, 61_001, 61_002, 65_200];
 
 fn number(variable: &str) -> Result<Option<u64>> {
@@ -82,8 +82,17 @@ fn no_packet_makes_it_do_what_it_must_not() -> Result<()> {
 
 /// Any state of the maps: backends and marks in all states, entries of this client and of others, good and dangling.
 fn shuffle(scene: &mut Scene, family: IpFamily, rng: &mut Rng) -> Result<u8> {
-    const MODES: [u8; 8] =
-        [mode::AUDIT, mode::RESET, mode::DRAIN, mode::DRAIN, mode::DRAIN, mode::REWRITE, mode::REWRITE, 9];
+    const MODES: [u8; 9] = [
+        mode::AUDIT,
+        mode::AUDIT,
+        mode::RESET,
+        mode::DRAIN,
+        mode::DRAIN,
+        mode::DRAIN,
+        mode::REWRITE,
+        mode::REWRITE,
+        9,
+    ];
     let mode = *rng.pick(&MODES);
     scene.begin(family, mode)?;
     scene.guarded(mode, if rng.one_in(3) { SERVICE_SPORT_AUTO } else { 0 })?;
