@@ -24,6 +24,10 @@ use crate::{
 /// Egress pods before the restart; as many new ones take their places.
 const PODS: usize = 3;
 
+/// Often enough for some echo requests in each phase of a roll that takes a second, and seldom enough for one that takes
+/// half a minute.
+const PING_EVERY: Duration = Duration::from_millis(8);
+
 /// What a rolling restart did to a client.
 #[derive(Default)]
 struct Figures {
@@ -63,7 +67,7 @@ fn roll(world: &mut World, family: IpFamily, patience: Duration) -> Result<Figur
     let mut figures = Figures::default();
     // Binds the client: two first packets of one outer tuple on two CPUs may be sent to two backends by Cilium itself.
     tcp::short(world.client(), family, PATIENCE)?;
-    let ping = Pinger::start(world.client(), family, Duration::from_millis(20), 56)?;
+    let ping = Pinger::start(world.client(), family, PING_EVERY, 56)?;
     let mut marked: Vec<(IpAddr, Instant)> = Vec::new();
     for old in 0..PODS {
         connect(world, family, patience, &mut figures, &marked, (old, "before it leaves"));
