@@ -140,7 +140,7 @@ impl Attacher<'_> {
         key: &Key,
         target: &Target,
         known: Option<&Attached>,
-        stubs: &Stubs,
+        stubs: &mut Stubs,
         others: &Others,
     ) -> Result<Done, PodError> {
         let prepared = self.prepare(key, target, known, others)?;

@@ -129,7 +129,7 @@ pub fn try_load() -> Result<u32, DatapathError> {
 
 pub(crate) fn new_loader<'a>() -> EbpfLoader<'a> {
     let mut loader = EbpfLoader::new();
-    // There are no relocations against the kernel's types, and reading those takes longer than everything else. The log is
+    // There are no relocations against the kernel's types, which `new` has read all the same. The log is
     // what the verifier says at the end: with every instruction in it, a refused program would be verified again and again,
     // each time with ten times the memory for the log, for half a minute.
     loader.btf(None).verifier_log_level(VerifierLogLevel::STATS);

@@ -1,10 +1,10 @@
 //! The stub: the small program that is attached in each pod, with the pod as its constants.
 
-use std::sync::LazyLock;
+use std::{ptr, sync::LazyLock};
 
-use aya::{Ebpf, programs::SchedClassifier};
+use aya::{Ebpf, EbpfLoader, programs::SchedClassifier};
 use coil_guard_common::abi::{self, maps};
-use zerocopy::IntoBytes as _;
+use zerocopy::{FromZeros as _, IntoBytes as _};
 
 use super::{
     DatapathError,
@@ -33,6 +33,9 @@ impl Stub {
 #[derive(Debug)]
 pub(crate) struct Stubs {
     pins: Pins,
+    /// One for all: making a loader reads the kernel's types, whether they are wanted or not, and that takes longer than
+    /// everything else about a stub.
+    loader: EbpfLoader<'static>,
 }
 
 impl Stubs {
@@ -41,7 +44,7 @@ impl Stubs {
         for name in MAPS {
             pins.own(layout, name)?;
         }
-        Ok(Self { pins })
+        Ok(Self { pins, loader: new_loader() })
     }
 
     /// What tells one stub from another: its code, its constants and its maps. One that is attached and has the same is as
@@ -53,13 +56,17 @@ impl Stubs {
     }
 
     /// Loads the stub of a pod.
-    pub(crate) fn load(&self, config: &abi::PodConfig) -> Result<Stub, DatapathError> {
+    pub(crate) fn load(&mut self, config: &abi::PodConfig) -> Result<Stub, DatapathError> {
+        static NOBODY: LazyLock<abi::PodConfig> = LazyLock::new(abi::PodConfig::new_zeroed);
         if !is_built_in() {
             return Err(DatapathError::NoProgram);
         }
-        let mut loader = new_loader();
-        loader.override_global(abi::POD_CONFIG, config, true);
-        let mut ebpf = self.pins.load(&mut loader, STUB_OBJECT)?;
+        // SAFETY: the loader only keeps the reference, and has another one before this function returns it.
+        let constants: &'static abi::PodConfig = unsafe { &*ptr::from_ref(config) };
+        self.loader.override_global(abi::POD_CONFIG, constants, true);
+        let loaded = self.pins.load(&mut self.loader, STUB_OBJECT);
+        self.loader.override_global(abi::POD_CONFIG, &*NOBODY, true);
+        let mut ebpf = loaded?;
         let id = load_program(&mut ebpf, abi::PROGRAM)?.info().map_err(load_error)?.id();
         Ok(Stub { ebpf, id })
     }

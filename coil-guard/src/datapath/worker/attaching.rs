@@ -140,7 +140,7 @@ impl Worker {
             records: self.records.as_mut()?,
             no_tcx: &mut self.no_tcx,
         };
-        Some(attacher.attach(key, target, known, self.stubs.as_ref()?, &others))
+        Some(attacher.attach(key, target, known, self.stubs.as_mut()?, &others))
     }
 
     fn known(&self, key: &Key) -> Option<Attached> {
