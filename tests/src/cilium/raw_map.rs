@@ -17,6 +17,8 @@ use std::{
 use anyhow::{Context as _, Result, bail, ensure};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
+use crate::bpf::{Attr, address};
+
 /// Kinds of maps that Cilium uses here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
@@ -89,30 +91,6 @@ const OBJ_PIN: u32 = 6;
 const OBJ_GET_INFO_BY_FD: u32 = 15;
 const MAP_LOOKUP_BATCH: u32 = 24;
 
-/// `union bpf_attr`, as far as the calls here read it.
-#[repr(C, align(8))]
-struct Attr([u8; 128]);
-
-impl Attr {
-    fn new(fields: &[(usize, &[u8])]) -> Self {
-        let mut attr = Self([0; 128]);
-        for (offset, bytes) in fields {
-            attr.0[*offset..offset + bytes.len()].copy_from_slice(bytes);
-        }
-        attr
-    }
-}
-
-fn bpf(command: u32, attr: &mut Attr) -> io::Result<i32> {
-    // SAFETY: `attr` is as large as told; pointers in it come from live buffers of the calling function.
-    let result = unsafe { libc::syscall(libc::SYS_bpf, command, attr, size_of::<Attr>()) };
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
-}
-
-fn address(bytes: &[u8]) -> [u8; 8] {
-    (bytes.as_ptr() as u64).to_ne_bytes()
-}
-
 impl RawMap {
     /// Makes a map. The kernel keeps the first 15 characters of `name`.
     ///
@@ -129,8 +107,7 @@ impl RawMap {
             (16, &shape.flags.to_ne_bytes()),
             (28, kernel_name),
         ]);
-        let fd =
-            bpf(MAP_CREATE, &mut attr).with_context(|| format!("cannot create map {name} as {shape:?}"))?;
+        let fd = attr.call(MAP_CREATE).with_context(|| format!("cannot create map {name} as {shape:?}"))?;
         // SAFETY: the kernel just returned it.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         Ok(Self { fd, name: name.to_owned(), shape })
@@ -145,8 +122,7 @@ impl RawMap {
         let path_c = CString::new(path.as_os_str().as_bytes())?;
         let mut attr =
             Attr::new(&[(0, &address(path_c.as_bytes_with_nul())), (8, &self.fd.as_raw_fd().to_ne_bytes())]);
-        bpf(OBJ_PIN, &mut attr)
-            .with_context(|| format!("cannot pin map {} at {}", self.name, path.display()))?;
+        attr.call(OBJ_PIN).with_context(|| format!("cannot pin map {} at {}", self.name, path.display()))?;
         Ok(())
     }
 
@@ -171,7 +147,7 @@ impl RawMap {
             (4, &(info.len() as u32).to_ne_bytes()),
             (8, &address(&info)),
         ]);
-        bpf(OBJ_GET_INFO_BY_FD, &mut attr).with_context(|| format!("cannot ask about map {}", self.name))?;
+        attr.call(OBJ_GET_INFO_BY_FD).with_context(|| format!("cannot ask about map {}", self.name))?;
         // Read it back through a volatile pointer: the kernel wrote behind the compiler's back.
         // SAFETY: in bounds and initialised.
         Ok(u32::from_ne_bytes(unsafe { info.as_ptr().add(4).cast::<[u8; 4]>().read_volatile() }))
@@ -197,7 +173,7 @@ impl RawMap {
     pub fn lookup_bytes(&self, key: &[u8]) -> Result<Option<Vec<u8>>> {
         self.check("key", key.len(), self.shape.key_size)?;
         let value = vec![0u8; self.shape.value_size as usize];
-        match bpf(MAP_LOOKUP_ELEM, &mut self.element(key, &value, 0)) {
+        match self.element(key, &value, 0).call(MAP_LOOKUP_ELEM) {
             Ok(_) => Ok(Some(value)),
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(None),
             Err(error) => Err(error).with_context(|| format!("cannot look up in map {}", self.name)),
@@ -212,7 +188,7 @@ impl RawMap {
     pub fn update_bytes(&self, key: &[u8], value: &[u8], expect: Expect) -> Result<bool> {
         self.check("key", key.len(), self.shape.key_size)?;
         self.check("value", value.len(), self.shape.value_size)?;
-        match bpf(MAP_UPDATE_ELEM, &mut self.element(key, value, expect as u64)) {
+        match self.element(key, value, expect as u64).call(MAP_UPDATE_ELEM) {
             Ok(_) => Ok(true),
             Err(error) => match error.raw_os_error() {
                 Some(libc::EEXIST) if expect == Expect::Absent => Ok(false),
@@ -231,7 +207,7 @@ impl RawMap {
         self.check("key", key.len(), self.shape.key_size)?;
         // The kernel refuses anything behind the key.
         let mut attr = Attr::new(&[(0, &self.fd.as_raw_fd().to_ne_bytes()), (8, &address(key))]);
-        match bpf(MAP_DELETE_ELEM, &mut attr) {
+        match attr.call(MAP_DELETE_ELEM) {
             Ok(_) => Ok(true),
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(false),
             Err(error) => Err(error).with_context(|| format!("cannot delete from map {}", self.name)),
@@ -325,7 +301,7 @@ impl RawMap {
                 (32, &BATCH.to_ne_bytes()),
                 (36, &self.fd.as_raw_fd().to_ne_bytes()),
             ]);
-            let over = match bpf(MAP_LOOKUP_BATCH, &mut attr) {
+            let over = match attr.call(MAP_LOOKUP_BATCH) {
                 Ok(_) => false,
                 Err(error) if error.raw_os_error() == Some(libc::ENOENT) => true,
                 Err(error) => return Err(error).with_context(|| format!("cannot read map {}", self.name)),

@@ -3,14 +3,16 @@
 //! Given as instructions: they are too small for a compiler, and must not change with one.
 
 use std::{
-    io,
     os::fd::{AsFd as _, AsRawFd as _, FromRawFd as _, OwnedFd},
     time::Duration,
 };
 
 use anyhow::{Context as _, Result, ensure};
 
-use crate::cilium::RawMap;
+use crate::{
+    bpf::{Attr, address},
+    cilium::RawMap,
+};
 
 const PROG_LOAD: u32 = 5;
 const PROG_TEST_RUN: u32 = 10;
@@ -24,30 +26,6 @@ const fn instruction(code: u8, registers: u8, offset: i16, immediate: i32) -> [u
 
 /// `r0 = -1; exit`
 const RETURN_NEXT: [[u8; 8]; 2] = [instruction(0xb7, 0, 0, -1), instruction(0x95, 0, 0, 0)];
-
-/// `union bpf_attr`, as far as it is used.
-#[repr(C, align(8))]
-struct Attr([u8; 128]);
-
-impl Attr {
-    fn new(fields: &[(usize, &[u8])]) -> Self {
-        let mut attr = Self([0; 128]);
-        for (offset, bytes) in fields {
-            attr.0[*offset..offset + bytes.len()].copy_from_slice(bytes);
-        }
-        attr
-    }
-
-    fn call(&mut self, command: u32) -> io::Result<i32> {
-        // SAFETY: the attribute is as large as told; pointers in it come from live buffers of the caller.
-        let result = unsafe { libc::syscall(libc::SYS_bpf, command, &raw mut *self, size_of::<Self>()) };
-        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
-    }
-}
-
-fn pointer(bytes: &[u8]) -> [u8; 8] {
-    (bytes.as_ptr() as u64).to_ne_bytes()
-}
 
 /// A classifier to measure against.
 #[derive(Debug)]
@@ -81,8 +59,8 @@ impl Reference {
         let fd = Attr::new(&[
             (0, &SCHED_CLS.to_ne_bytes()),
             (4, &(program.len() as u32).to_ne_bytes()),
-            (8, &pointer(program.as_flattened())),
-            (16, &pointer(b"GPL\0")),
+            (8, &address(program.as_flattened())),
+            (16, &address(b"GPL\0")),
         ])
         .call(PROG_LOAD)
         .context("cannot load a classifier to measure against")?;
@@ -96,7 +74,7 @@ impl Reference {
         let mut attr = Attr::new(&[
             (0, &self.0.as_raw_fd().to_ne_bytes()),
             (8, &(frame.len() as u32).to_ne_bytes()),
-            (16, &pointer(frame)),
+            (16, &address(frame)),
             (32, &times.to_ne_bytes()),
         ]);
         attr.call(PROG_TEST_RUN).context("cannot run a classifier to measure against")?;
