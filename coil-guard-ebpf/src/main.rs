@@ -21,6 +21,7 @@ mod family;
 mod maps;
 mod memory;
 mod packet_client;
+mod program;
 mod report;
 mod scratch;
 mod skb;
@@ -44,12 +45,10 @@ use crate::{
     config::Client,
     family::{Family, V4, V6},
     packet_client::ClientWorld,
+    program::PASS_ON,
     scratch::Scratch,
     skb::{LinearPacket, Packet},
 };
-
-/// Both TCX_NEXT and TC_ACT_UNSPEC: whatever runs next decides.
-const PASS_ON: i32 = -1;
 
 /// See the crate's documentation.
 #[classifier]
@@ -233,14 +232,3 @@ fn count_egress(counters: &mut EgressCounters, outcome: &Outcome) {
         counters.would_drain += 1;
     }
 }
-
-#[cfg(not(test))]
-#[panic_handler]
-fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
-    // Unreachable: nothing here indexes, formats or unwraps. The verifier would refuse the loop.
-    loop {}
-}
-
-#[unsafe(link_section = "license")]
-#[unsafe(no_mangle)]
-static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";

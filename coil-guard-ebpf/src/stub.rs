@@ -6,6 +6,8 @@
 #![no_main]
 #![expect(clippy::needless_pass_by_value, reason = "the entry point takes what the classifier macro gives")]
 
+mod program;
+
 use aya_ebpf::{
     macros::{classifier, map},
     maps::{PerCpuArray, ProgramArray},
@@ -13,12 +15,11 @@ use aya_ebpf::{
 };
 use coil_guard_common::abi::{CORE_SLOTS, PodConfig};
 
+use crate::program::PASS_ON;
+
 /// A whole structure would be copied byte by byte.
 const WORDS: usize = size_of::<PodConfig>() / size_of::<u64>();
 const _: () = assert!(align_of::<PodConfig>() == align_of::<u64>() && WORDS * 8 == size_of::<PodConfig>());
-
-/// Both TCX_NEXT and TC_ACT_UNSPEC: whatever runs next decides.
-const PASS_ON: i32 = -1;
 
 /// Written by the loader before the program is verified. Read volatile: the compiler must not fold the zeros in.
 #[unsafe(no_mangle)]
@@ -54,14 +55,3 @@ pub(crate) fn coil_guard(context: TcContext) -> i32 {
     unsafe { CORES.tail_call(&context, u32::from((&raw const POD_CONFIG.core).read_volatile())) };
     PASS_ON
 }
-
-#[cfg(not(test))]
-#[panic_handler]
-fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
-    // Unreachable: nothing here panics. The verifier would refuse the loop.
-    loop {}
-}
-
-#[unsafe(link_section = "license")]
-#[unsafe(no_mangle)]
-static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";

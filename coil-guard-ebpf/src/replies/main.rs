@@ -16,6 +16,8 @@
 #[expect(dead_code, reason = "shared with the client's core, which needs more of it")]
 mod config;
 mod maps;
+#[path = "../program.rs"]
+mod program;
 #[path = "../skb.rs"]
 #[expect(dead_code, reason = "shared with the client's core, which needs more of it")]
 mod skb;
@@ -36,11 +38,10 @@ use network_types::udp::UdpHdr;
 
 use crate::{
     config::{Client, now},
+    program::PASS_ON,
     skb::{LinearPacket, Packet},
 };
 
-/// Both TCX_NEXT and TC_ACT_UNSPEC: whatever runs next decides.
-const PASS_ON: i32 = -1;
 /// How exactly "last seen" is known.
 const COARSE: u64 = 1_000_000_000;
 
@@ -263,14 +264,3 @@ impl Task for GiveBack {
         None
     }
 }
-
-#[cfg(not(test))]
-#[panic_handler]
-fn panic(_info: &core::panic::PanicInfo<'_>) -> ! {
-    // Unreachable: nothing here indexes, formats or unwraps. The verifier would refuse the loop.
-    loop {}
-}
-
-#[unsafe(link_section = "license")]
-#[unsafe(no_mangle)]
-static LICENSE: [u8; 13] = *b"Dual MIT/GPL\0";
