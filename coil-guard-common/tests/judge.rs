@@ -20,6 +20,23 @@ struct One {
     facts: Facts,
     present: bool,
     noted: bool,
+    /// What the first look finds instead, because the element's memory is just given to another one.
+    misread: Misread,
+    looks: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Misread {
+    Nothing,
+    BackendMissing,
+    BackendTerminating,
+    MarkGone,
+}
+
+impl One {
+    fn misreads(&self, what: Misread) -> bool {
+        self.looks == 1 && self.misread == what
+    }
 }
 
 impl World for One {
@@ -28,11 +45,17 @@ impl World for One {
     }
     fn backend(&mut self, id: u32) -> Option<Backend> {
         assert_eq!(id, ID);
-        self.present.then_some(Backend { address: ADDRESS, state: self.facts.state })
+        self.looks += 1;
+        let state =
+            if self.misreads(Misread::BackendTerminating) { BACKEND_TERMINATING } else { self.facts.state };
+        let present = self.present && !self.misreads(Misread::BackendMissing);
+        present.then_some(Backend { address: ADDRESS, state })
     }
     fn mark(&mut self, address: &[u8; 16]) -> Option<BackendMark> {
         assert_eq!(*address, ADDRESS);
-        self.facts.mark
+        let gone =
+            BackendMark { keep_until: 0, valid_until: FOR_EVER, since: 1, state: mark::GONE, pad: [0; 7] };
+        if self.misreads(Misread::MarkGone) { Some(gone) } else { self.facts.mark }
     }
     fn only_ready_marks(&mut self) -> bool {
         unreachable!()
@@ -122,7 +145,7 @@ impl World for One {
 }
 
 fn judged(facts: Facts, id: u64, present: bool) -> (Judgement, bool) {
-    let mut world = One { facts, present, noted: false };
+    let mut world = One { facts, present, noted: false, misread: Misread::Nothing, looks: 0 };
     let mut judgement = Judgement { began: 99, id: 99, present: !present, usable: true, keeps: true };
     let unmarked = if facts.drain { Unmarked::Awhile } else { Unmarked::No };
     judge(&mut world, id, unmarked, &mut judgement);
@@ -204,4 +227,29 @@ fn missing_backend_and_impossible_id_are_absent() {
         assert_eq!(judged(facts, u64::from(ID), false).0, Judgement::absent(ID));
         assert_eq!(judged(facts, u64::from(ID) | 1 << 32, true).0, Judgement::absent(0));
     });
+}
+
+/// Elements of a hash map are read without a lock; what takes a flow off a backend is looked at twice.
+#[test]
+fn one_look_that_finds_another_element_takes_no_flow_off_a_healthy_backend() {
+    let ready =
+        BackendMark { keep_until: 0, valid_until: FOR_EVER, since: 1, state: mark::READY, pad: [0; 7] };
+    for misread in [Misread::BackendMissing, Misread::BackendTerminating, Misread::MarkGone] {
+        // With the agent's word, and by Cilium's state alone.
+        for mark in [Some(ready), None] {
+            let facts = Facts {
+                now: NOW,
+                mark,
+                fresh: mark.is_some(),
+                state: 0,
+                drain: false,
+                first_seen: NOW,
+                unmarked_drain: UNMARKED_DRAIN,
+            };
+            let mut world = One { facts, present: true, noted: false, misread, looks: 0 };
+            let mut judgement = Judgement::absent(0);
+            judge(&mut world, u64::from(ID), Unmarked::No, &mut judgement);
+            assert!(judgement.present && judgement.usable && judgement.keeps, "{misread:?}: {judgement:?}");
+        }
+    }
 }

@@ -92,6 +92,11 @@ impl<F: Family> World for ClientWorld<F> {
         if config::read_only() {
             return false;
         }
+        // The index that the entry is found fault with may be another service's, whose element took the memory of this one's while
+        // it was read.
+        if self.service(0).is_none_or(|again| again.rev_nat_index != master.rev_nat_index) {
+            return false;
+        }
         let Some(entry) = self.entry_ptr(port) else {
             return false;
         };

@@ -3,11 +3,11 @@
 use super::{
     COARSE, DRAIN_PORTS, DrainChange, Entry, IDLE, Judgement, PREVIOUS_MEMORY, RETRIES, SETTLE, State,
     Unmarked, World, drain_port, is_reserved_port,
-    put::{Put, put, read},
+    put::{Put, put, read, read_own},
     state::Memory,
 };
 use crate::{
-    abi::{FLOW_DRAINED, FLOW_ENDED, event},
+    abi::{FLOW_DRAINED, FLOW_ENDED, InnerFlow, event},
     counters::Reason,
     inner::FlowPacket,
 };
@@ -28,7 +28,7 @@ enum Step {
 /// out once and stays: one verdict per backend and packet.
 #[inline(always)]
 pub(super) fn drain(world: &mut impl World, state: &mut State) {
-    read(world, &state.master, state.port, Unmarked::Awhile, &mut state.read);
+    read_own(world, state, state.port, Unmarked::Awhile);
     recall(world, state);
     if state.read.valid && state.read.backend.usable && state.flow_is_on(state.read.backend.id) {
         // D1 at its simplest, which is nearly every packet.
@@ -77,11 +77,16 @@ fn recall(world: &mut impl World, state: &mut State) {
     };
     state.flow = flow;
     state.memory = if anew { Memory::Earlier } else { Memory::Known };
-    state.in_place = if state.read.backend.present && state.read.backend.id == flow.backend_id {
-        state.read.address == flow.backend_address
-    } else {
-        world.backend(flow.backend_id).is_some_and(|backend| backend.address == flow.backend_address)
-    };
+    let named = state.read.backend.present && state.read.backend.id == flow.backend_id;
+    // Looked at twice before the flow is given up, as in `judge`.
+    state.in_place =
+        (named && state.read.address == flow.backend_address) || is_at(world, &flow) || is_at(world, &flow);
+}
+
+/// Whether the flow's backend still has the address that was remembered with it.
+#[inline(always)]
+fn is_at(world: &mut impl World, flow: &InnerFlow) -> bool {
+    world.backend(flow.backend_id).is_some_and(|backend| backend.address == flow.backend_address)
 }
 
 /// Finds the backend that the packet's flow must stay on; `state.home.keeps` when there is one.

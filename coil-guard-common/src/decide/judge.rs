@@ -164,14 +164,28 @@ fn opaque(value: usize) -> usize {
     value
 }
 
+/// Looks at a backend before a verdict takes a flow off it.
+///
+/// The kernel's hash maps are read without a lock, and give the memory of an element that is written anew to the next one at
+/// once: a look between the two can find another backend's state, another mark, or nothing. Flows that are cut do not come back,
+/// so nothing of that kind is believed without a second look.
+const LOOKS: u32 = 2;
+
 /// Judges the backend `id`, which is named by an entry of the packet's service.
 #[inline(always)]
 pub fn judge(world: &mut impl World, id: u64, unmarked: Unmarked, out: &mut Judgement) {
     let mut address = [0; 16];
-    judge_here(world, id, unmarked, out, &mut address);
+    let mut looks = 0;
+    while looks < LOOKS {
+        judge_here(world, id, unmarked, out, &mut address);
+        if out.keeps {
+            return;
+        }
+        looks += 1;
+    }
 }
 
-/// As [`judge`], inlined; tells the backend's address too when it is present.
+/// As [`judge`] with one look, inlined; tells the backend's address too when it is present.
 #[inline(always)]
 pub(super) fn judge_here(
     world: &mut impl World,

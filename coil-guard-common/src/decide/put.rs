@@ -28,6 +28,18 @@ pub(super) fn read(
     }
 }
 
+/// Reads the service entry of the packet's flow into `state.read`. That its backend keeps nothing is not believed at once, as in
+/// [`super::judge`]; the address is looked up again where it matters.
+#[inline(always)]
+pub(super) fn read_own(world: &mut impl World, state: &mut State, port: [u8; 2], unmarked: Unmarked) {
+    read(world, &state.master, port, unmarked, &mut state.read);
+    if state.read.exists && !state.read.backend.keeps {
+        world.judge(state.read.entry.backend_id, unmarked, &mut state.read.backend);
+        state.read.valid =
+            state.read.backend.present && state.read.entry.rev_nat_index == state.master.rev_nat_index;
+    }
+}
+
 /// What [`put`] did.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Put {

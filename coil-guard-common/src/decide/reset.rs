@@ -2,7 +2,7 @@
 
 use super::{
     COARSE, IDLE, RETRIES, State, Unmarked, World, is_reserved_port,
-    put::{Put, put, read},
+    put::{Put, put, read, read_own},
 };
 use crate::{abi::event, cilium::BACKEND_ACTIVE, counters::Reason, inner::FlowPacket};
 
@@ -34,7 +34,7 @@ fn look(world: &mut impl World, state: &mut State) {
         state.outcome.reason = Reason::Healthy;
         return;
     }
-    read(world, &state.master, state.port, Unmarked::No, &mut state.read);
+    read_own(world, state, state.port, Unmarked::No);
     if state.read.valid && state.read.backend.keeps {
         state.outcome.reason = Reason::Healthy;
         return;

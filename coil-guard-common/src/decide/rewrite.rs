@@ -1,7 +1,10 @@
 //! Mode `rewrite`: a flow on a leaving backend gets another outer source port. To Cilium that is a new flow, for which it
 //! chooses anew. Its maps are only read.
 
-use super::{State, Unmarked, World, put::read};
+use super::{
+    State, Unmarked, World,
+    put::{read, read_own},
+};
 use crate::{
     abi::{
         PIN_UNSEEN, PinnedPort, RETURN_PORT_FIRST, REWRITE_PORT_FIRST, REWRITE_PORTS, event, is_rewrite_port,
@@ -32,7 +35,7 @@ pub(super) fn rewrite(world: &mut impl World, state: &mut State) {
     }
     recall(world, state);
     let port = effective_port(state);
-    read(world, &state.master, port, Unmarked::No, &mut state.read);
+    read_own(world, state, port, Unmarked::No);
     if state.read.valid && !state.read.backend.keeps {
         leave(world, state);
     } else {

@@ -12,6 +12,6 @@ pub use self::{
     maps::{Change, CiliumMaps, Dump, IpFamily, MapOptions, hex},
     model::{AttachKind, Model, Policy},
     plan::{BackendState, Endpoint, ServiceId},
-    raw_map::{Expect, MapKind, MapShape, RawMap},
+    raw_map::{Expect, MapKind, MapShape, Raw, RawMap},
     version::{CiliumVersion, DEFAULT_AFFINITY, MatchPolicy},
 };

@@ -15,6 +15,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
+use aya::maps::MapInfo;
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 use crate::bpf::{Attr, address};
@@ -90,8 +91,25 @@ const MAP_DELETE_ELEM: u32 = 3;
 const OBJ_PIN: u32 = 6;
 const OBJ_GET_INFO_BY_FD: u32 = 15;
 const MAP_LOOKUP_BATCH: u32 = 24;
+const MAP_UPDATE_BATCH: u32 = 26;
 
 impl RawMap {
+    /// Another handle of a hash map that a loader made.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses.
+    pub fn open_hash(name: &str, info: &MapInfo) -> Result<Self> {
+        let shape = MapShape {
+            kind: MapKind::Hash,
+            key_size: info.key_size(),
+            value_size: info.value_size(),
+            max_entries: info.max_entries(),
+            flags: info.map_flags(),
+        };
+        Ok(Self { fd: info.fd()?.as_fd().try_clone_to_owned()?, name: name.to_owned(), shape })
+    }
+
     /// Makes a map. The kernel keeps the first 15 characters of `name`.
     ///
     /// # Errors
@@ -196,6 +214,24 @@ impl RawMap {
                 _ => Err(error).with_context(|| format!("cannot update map {}", self.name)),
             },
         }
+    }
+
+    /// Sets elements in one call, one after the other as fast as the kernel can; keys and values one behind the other.
+    ///
+    /// # Errors
+    ///
+    /// When they do not fit together, or the kernel refuses.
+    pub fn update_batch(&self, elements: &Raw) -> Result<()> {
+        let count = (elements.keys.len() / self.shape.key_size as usize) as u32;
+        self.check("keys", elements.keys.len(), count * self.shape.key_size)?;
+        self.check("values", elements.values.len(), count * self.shape.value_size)?;
+        let mut attr = Attr::new(&[
+            (16, &address(&elements.keys)),
+            (24, &address(&elements.values)),
+            (32, &count.to_ne_bytes()),
+            (36, &self.fd.as_raw_fd().to_ne_bytes()),
+        ]);
+        attr.call(MAP_UPDATE_BATCH).with_context(|| format!("cannot update map {}", self.name)).map(drop)
     }
 
     /// Deletes an element. `Ok(false)` when there was none.

@@ -6,10 +6,10 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use aya::{
     Ebpf, Pod, TestRun as _, TestRunOptions,
-    maps::{Array, HashMap, MapData, PerCpuArray, ProgramArray, RingBuf},
+    maps::{Array, HashMap, Map, MapData, PerCpuArray, ProgramArray, RingBuf},
     programs::SchedClassifier,
 };
 use coil_guard_common::{
@@ -27,7 +27,7 @@ use super::{
     counters::Counters,
     loading::{self, Load},
 };
-use crate::cilium::{Change, CiliumMaps, CiliumVersion, MapOptions};
+use crate::cilium::{Change, CiliumMaps, CiliumVersion, MapOptions, RawMap};
 
 /// Path of an object to use in place of the agent's: to compare two builds.
 const OBJECT_VARIABLE: &str = "COIL_GUARD_OBJECT";
@@ -203,6 +203,16 @@ impl Instance {
     pub fn own<K: Pod, V: Pod>(&self, name: &str) -> Result<HashMap<&MapData, K, V>> {
         let map = self.ebpf.map(name).with_context(|| format!("the object has no map {name}"))?;
         HashMap::try_from(map).with_context(|| format!("map {name} has other types"))
+    }
+
+    /// A handle of one of the own hash maps for another thread.
+    ///
+    /// # Errors
+    ///
+    /// When it is none, or the kernel refuses.
+    pub fn own_handle(&self, name: &str) -> Result<RawMap> {
+        let Some(Map::HashMap(map)) = self.ebpf.map(name) else { bail!("the object has no hash map {name}") };
+        RawMap::open_hash(name, &map.info()?)
     }
 
     fn own_mut<K: Pod, V: Pod>(&mut self, name: &str) -> Result<HashMap<&mut MapData, K, V>> {

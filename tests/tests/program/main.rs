@@ -10,6 +10,7 @@ mod read_only;
 mod reasons;
 mod replies;
 mod reset;
+mod reuse;
 mod rewrite;
 mod shares;
 mod support;
