@@ -53,8 +53,14 @@ impl World for One {
     }
     fn mark(&mut self, address: &[u8; 16]) -> Option<BackendMark> {
         assert_eq!(*address, ADDRESS);
-        let gone =
-            BackendMark { keep_until: 0, valid_until: FOR_EVER, since: 1, state: mark::GONE, pad: [0; 7] };
+        let gone = BackendMark {
+            keep_until: 0,
+            valid_until: FOR_EVER,
+            since: 1,
+            state: mark::GONE,
+            pad: [0; 3],
+            seen_before: 0,
+        };
         if self.misreads(Misread::MarkGone) { Some(gone) } else { self.facts.mark }
     }
     fn only_ready_marks(&mut self) -> bool {
@@ -162,7 +168,14 @@ fn marks() -> Vec<Option<BackendMark>> {
     for state in 0..=mark::GONE + 1 {
         for keep_until in TIMES {
             for valid_until in TIMES {
-                all.push(Some(BackendMark { keep_until, valid_until, since: NOW - 77, state, pad: [0; 7] }));
+                all.push(Some(BackendMark {
+                    keep_until,
+                    valid_until,
+                    since: NOW - 77,
+                    state,
+                    pad: [0; 3],
+                    seen_before: 0,
+                }));
             }
         }
     }
@@ -232,8 +245,14 @@ fn missing_backend_and_impossible_id_are_absent() {
 /// Elements of a hash map are read without a lock; what takes a flow off a backend is looked at twice.
 #[test]
 fn one_look_that_finds_another_element_takes_no_flow_off_a_healthy_backend() {
-    let ready =
-        BackendMark { keep_until: 0, valid_until: FOR_EVER, since: 1, state: mark::READY, pad: [0; 7] };
+    let ready = BackendMark {
+        keep_until: 0,
+        valid_until: FOR_EVER,
+        since: 1,
+        state: mark::READY,
+        pad: [0; 3],
+        seen_before: 0,
+    };
     for misread in [Misread::BackendMissing, Misread::BackendTerminating, Misread::MarkGone] {
         // With the agent's word, and by Cilium's state alone.
         for mark in [Some(ready), None] {

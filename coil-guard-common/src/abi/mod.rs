@@ -200,12 +200,14 @@ shared! {
         keep_until: u64,
         /// Until when `state` is to be believed.
         valid_until: u64,
-        /// When the agent first saw this state.
+        /// When the agent first wrote this state.
         since: u64,
         /// See [`mark`].
         state: u8,
         /// Zero.
-        pad: [u8; 7],
+        pad: [u8; 3],
+        /// How long before `since` the agent saw this state, µs; the agent's own.
+        seen_before: u32,
     }
 }
 

@@ -141,7 +141,8 @@ impl World for Bytes<'_> {
             valid_until: self.time(),
             since: self.time(),
             state: byte >> 2 & 7,
-            pad: [0; 7],
+            pad: [0; 3],
+            seen_before: 0,
         })
     }
     fn only_ready_marks(&mut self) -> bool {

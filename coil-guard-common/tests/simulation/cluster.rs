@@ -99,8 +99,14 @@ impl Agent {
                 Phase::Leaving { .. } => (1, mark::LEAVING, 0),
                 Phase::Gone => (2, mark::GONE, 0),
             };
-            let new =
-                BackendMark { keep_until, valid_until: now + VALID, since: seen.since, state, pad: [0; 7] };
+            let new = BackendMark {
+                keep_until,
+                valid_until: now + VALID,
+                since: seen.since,
+                state,
+                pad: [0; 3],
+                seen_before: 0,
+            };
             let present = marks.entry(seen.address).or_insert((rank, new));
             if (rank, new.since) > (present.0, present.1.since) {
                 *present = (rank, new);

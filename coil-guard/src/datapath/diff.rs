@@ -82,25 +82,29 @@ pub(crate) fn same_service(a: &abi::GuardedService, b: &abi::GuardedService) -> 
 /// The entry of a mark. Its `since` is when its state is first written, and not when it was seen: the program counts from
 /// it how long packets that passed before may still be on their way.
 pub(crate) fn mark_entry(mark: &Mark, old: Option<&abi::BackendMark>, now: Monotonic) -> abi::BackendMark {
-    let entry = abi::BackendMark {
+    let since = old.filter(|old| old.state == state_to_abi(mark.state)).map_or(now.0, |old| old.since);
+    // Rounded up: a successor that counts from it ends no later.
+    let seen_before = since.saturating_sub(mark.since.0).div_ceil(1000);
+    abi::BackendMark {
         keep_until: match mark.keep {
             Keep::No => 0,
             Keep::Until(time) => time.0,
             Keep::ForEver => abi::FOR_EVER,
         },
         valid_until: now.saturating_add(MARK_VALIDITY).0,
-        since: now.0,
-        state: match mark.state {
-            MarkState::Ready => abi::mark::READY,
-            MarkState::NotReady => abi::mark::NOT_READY,
-            MarkState::Leaving => abi::mark::LEAVING,
-            MarkState::Gone => abi::mark::GONE,
-        },
-        pad: [0; 7],
-    };
-    match old {
-        Some(old) if old.state == entry.state => abi::BackendMark { since: old.since, ..entry },
-        _ => entry,
+        since,
+        state: state_to_abi(mark.state),
+        pad: [0; 3],
+        seen_before: u32::try_from(seen_before).unwrap_or(u32::MAX),
+    }
+}
+
+const fn state_to_abi(state: MarkState) -> u8 {
+    match state {
+        MarkState::Ready => abi::mark::READY,
+        MarkState::NotReady => abi::mark::NOT_READY,
+        MarkState::Leaving => abi::mark::LEAVING,
+        MarkState::Gone => abi::mark::GONE,
     }
 }
 
@@ -142,7 +146,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::plan::{EgressName, Mode};
+    use crate::{
+        datapath::tables::mark_snapshot,
+        plan::{EgressName, Mode},
+    };
 
     fn egress() -> EgressName {
         EgressName { namespace: "internet".into(), name: "egress".into() }
@@ -166,6 +173,19 @@ mod tests {
         assert_eq!(reset.tracked_since, 0);
         let again = service_entry(Some(&reset), &service(Mode::Drain), 0, Monotonic(400));
         assert_eq!(again.tracked_since, 400);
+    }
+
+    /// Else a drain would end later with each restart, by what lay between the event and the mark.
+    #[test]
+    fn a_successor_counts_from_when_its_predecessor_saw_the_state() {
+        let (seen, written) = (Monotonic(5_000_123), Monotonic(17_000_456));
+        let leaving = Mark { since: seen, ..mark(MarkState::Leaving, Keep::Until(Monotonic(6_000_000_000))) };
+        let first = mark_entry(&leaving, None, written);
+        let recovered = mark_snapshot(&first).unwrap().since;
+        assert!(recovered <= seen && seen.0 - recovered.0 < 1000, "{recovered:?}");
+        let again =
+            mark_entry(&Mark { since: recovered, ..leaving }, Some(&first), Monotonic(900_000_000_000));
+        assert_eq!((again.since, again.seen_before), (written.0, first.seen_before));
     }
 
     #[test]

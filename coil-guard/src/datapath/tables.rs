@@ -337,7 +337,7 @@ pub(crate) fn mark_snapshot(mark: &abi::BackendMark) -> Option<MarkSnapshot> {
             abi::FOR_EVER => Keep::ForEver,
             time => Keep::Until(Monotonic(time)),
         },
-        since: Monotonic(mark.since),
+        since: Monotonic(mark.since.saturating_sub(u64::from(mark.seen_before) * 1000)),
         valid_until: Monotonic(mark.valid_until),
     })
 }

@@ -141,7 +141,8 @@ impl Replies {
             valid_until: monotonic(),
             since: 1,
             state: mark::LEAVING,
-            pad: [0; 7],
+            pad: [0; 3],
+            seen_before: 0,
         };
         set(&mut self.client, maps::BACKEND_MARKS, mapped(egress_pod(family)), value)
     }

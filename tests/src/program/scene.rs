@@ -183,7 +183,7 @@ impl Scene {
     /// When the map cannot be written.
     pub fn mark(&mut self, id: u32, state: u8, keep_until: u64, since: u64) -> Result<()> {
         let valid_until = monotonic() + 3600 * SECOND;
-        let value = BackendMark { keep_until, valid_until, since, state, pad: [0; 7] };
+        let value = BackendMark { keep_until, valid_until, since, state, pad: [0; 3], seen_before: 0 };
         if state != mark::READY {
             self.set_agent(AgentState { only_ready: 0, ..self.agent })?;
         }
