@@ -10,6 +10,7 @@ use futures::TryStreamExt as _;
 use rtnetlink::{
     Handle, LinkUnspec, LinkVeth, RouteMessageBuilder,
     packet_route::{
+        link::LinkAttribute,
         neighbour::NeighbourState,
         tc::{TcAttribute, TcMessage},
     },
@@ -97,6 +98,26 @@ impl Netlink {
         self.runtime
             .block_on(self.handle.link().del(index).execute())
             .with_context(|| format!("cannot delete {device}"))
+    }
+
+    /// Removes devices in one go: the kernel waits for all processors with each removal, and then once.
+    ///
+    /// # Errors
+    ///
+    /// When one is missing, or the kernel refuses.
+    pub fn delete_all(&self, devices: &[&str]) -> Result<()> {
+        const GOING: u32 = 0x676f_696e;
+        for device in devices {
+            let message = LinkUnspec::new_with_index(self.index(device)?)
+                .append_extra_attribute(LinkAttribute::Group(GOING))
+                .build();
+            self.runtime
+                .block_on(self.handle.link().set(message).execute())
+                .with_context(|| format!("cannot put {device} into a group"))?;
+        }
+        let mut request = self.handle.link().del(0);
+        request.message_mut().attributes.push(LinkAttribute::Group(GOING));
+        self.runtime.block_on(request.execute()).context("cannot delete a group of devices")
     }
 
     /// Makes a veth pair with these hardware addresses: `device` here, `peer` in the namespace behind `namespace`.

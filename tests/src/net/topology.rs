@@ -119,6 +119,20 @@ impl Topology {
         })
     }
 
+    /// As [`Self::remove_pod`], many at once.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses.
+    pub fn remove_pods(&self, role: PodRole, indexes: &[usize]) -> Result<()> {
+        let pods: Vec<_> = indexes.iter().map(|index| self.pod(role, *index)).collect::<Result<_>>()?;
+        let devices: Vec<_> = pods.iter().map(|pod| pod.host_device.as_str()).collect();
+        on_own_thread(|| {
+            Netlink::here()?.delete_all(&devices)?;
+            pods.iter().try_for_each(|pod| pod.namespace.remove_file())
+        })
+    }
+
     /// A pod.
     ///
     /// # Errors

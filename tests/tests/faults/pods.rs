@@ -3,11 +3,10 @@
 use std::{
     fs,
     os::fd::AsFd as _,
-    thread,
     time::{Duration, Instant},
 };
 
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Result, ensure};
 use aya::programs::{TcAttachType, tc::qdisc_detach_program};
 use coil_guard_common::abi::LAYOUT_VERSION;
 use coil_guard_tests::{
@@ -27,6 +26,9 @@ use crate::support::{
     streams, wait_left,
 };
 
+/// Within which 200 pods have come and gone.
+const COME_AND_GO: Duration = Duration::from_secs(20);
+
 fn wait_pods(scenario: &Scenario, state: &str, number: usize) -> Result<()> {
     let patience = scenario.patience_for(scenario.clients.len());
     let found = eventually(&format!("{number} pods {state}"), patience, || {
@@ -36,25 +38,10 @@ fn wait_pods(scenario: &Scenario, state: &str, number: usize) -> Result<()> {
     scenario.explain(found)
 }
 
-/// Removes client pods from Kubernetes, and their networks several at a time: the kernel waits with each.
-fn remove_clients(scenario: &Scenario, clients: &[usize]) -> Result<()> {
-    for client in clients {
-        scenario.cluster.force_delete(&scenario.clients[*client])?;
-    }
-    thread::scope(|scope| {
-        let remove = |some: &[usize]| {
-            some.iter().try_for_each(|client| scenario.lab.topology.remove_pod(PodRole::Client, *client))
-        };
-        let chunks = clients.chunks(clients.len().div_ceil(16).max(1));
-        let workers: Vec<_> = chunks.map(|some| scope.spawn(move || remove(some))).collect();
-        workers.into_iter().try_for_each(|worker| worker.join().map_err(|_| anyhow!("a removal panicked"))?)
-    })
-}
-
 #[test]
 fn many_pods_come_and_go_within_seconds_and_leave_nothing() -> Result<()> {
     lab_test(|| {
-        let many: usize = setting("COIL_GUARD_PODS", 100);
+        let many: usize = setting("COIL_GUARD_PODS", 200);
         let lab = Lab::builder().families(&[IpFamily::V4]);
         let mut scenario = Scenario::builder(lab).mode("reset").start()?;
         let running = streams(&scenario, &[0], Duration::from_millis(2))?;
@@ -62,12 +49,13 @@ fn many_pods_come_and_go_within_seconds_and_leave_nothing() -> Result<()> {
         fs::write(Paths.namespaces().join("not-yet"), "")?;
         let before = pins();
         // Making a network takes this lab longer than the agent needs for the pod, so most are there when their pods are told of.
-        for _ in 0..many - many / 4 {
+        let late = many / 8;
+        for _ in 0..many - late {
             scenario.lab.add_client_pod()?;
         }
         let began = Instant::now();
         for number in 1..=many {
-            let client = if number > many - many / 4 { scenario.lab.add_client_pod()? } else { number };
+            let client = if number > many - late { scenario.lab.add_client_pod()? } else { number };
             scenario.announce_client(client)?;
             // Every fourth goes at once: its namespace vanishes between being found and being entered.
             if number % 4 == 0 {
@@ -84,7 +72,12 @@ fn many_pods_come_and_go_within_seconds_and_leave_nothing() -> Result<()> {
                 "client {client} is not guarded"
             );
         }
-        remove_clients(&scenario, &stay)?;
+        let seen = began.elapsed();
+        for client in &stay {
+            scenario.cluster.force_delete(&scenario.clients[*client])?;
+        }
+        scenario.lab.topology.remove_pods(PodRole::Client, &stay)?;
+        let removed = began.elapsed();
         wait_pods(&scenario, "wanted", 1)?;
         let gone = eventually("pins as before", scenario.patience_for(many), || {
             let now = pins();
@@ -93,8 +86,11 @@ fn many_pods_come_and_go_within_seconds_and_leave_nothing() -> Result<()> {
         scenario.explain(gone)?;
         let all_gone = began.elapsed();
         eprintln!(
-            "{many} pods created within {created:.1?}, attached after {attached:.1?}, all gone after {all_gone:.1?}"
+            "{many} pods created within {created:.1?}, attached after {attached:.1?}, looked at until {seen:.1?}, removed from \
+             Kubernetes and the node after {removed:.1?}, all gone after {all_gone:.1?}"
         );
+        let within = COME_AND_GO.mul_f64((many as f64 / 200.0).max(1.0));
+        ensure!(all_gone < within, "{many} pods have come and gone within {all_gone:.1?}, not {within:?}");
         let open = eventually("agent without open namespaces", scenario.patience(), || {
             let open = open_namespaces(&scenario)?;
             Ok(if open == 0 { Ok(()) } else { Err(open) })
