@@ -1,6 +1,30 @@
 //! The bpf system call, for what no library is asked to do.
 
-use std::io;
+use std::{
+    ffi::CString,
+    io,
+    os::{
+        fd::{AsRawFd as _, FromRawFd as _, OwnedFd},
+        unix::ffi::OsStrExt as _,
+    },
+    path::Path,
+};
+
+const OBJ_GET: u32 = 7;
+const LINK_DETACH: u32 = 34;
+
+/// Takes the program of a pinned link off, as `bpftool link detach` does; the pin stays.
+///
+/// # Errors
+///
+/// When nothing is pinned there, or the kernel refuses.
+pub fn detach_link(pin: &Path) -> io::Result<()> {
+    let path = CString::new(pin.as_os_str().as_bytes())?;
+    let fd = Attr::new(&[(0, &address(path.as_bytes_with_nul()))]).call(OBJ_GET)?;
+    // SAFETY: the kernel just returned it.
+    let link = unsafe { OwnedFd::from_raw_fd(fd) };
+    Attr::new(&[(0, &link.as_raw_fd().to_ne_bytes())]).call(LINK_DETACH).map(drop)
+}
 
 /// `union bpf_attr`, as far as the callers need it.
 #[repr(C, align(8))]

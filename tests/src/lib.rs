@@ -1,7 +1,7 @@
 //! The lab. See `README.md` beside this crate for what it models and what it does not.
 
 pub mod bench;
-mod bpf;
+pub mod bpf;
 pub mod cilium;
 pub mod demo;
 pub mod fou;

@@ -2,6 +2,7 @@
 
 use std::{
     net::{IpAddr, Ipv6Addr},
+    path::PathBuf,
     time::Duration,
 };
 
@@ -84,6 +85,9 @@ pub enum Report {
     Unbound(CiliumError),
     /// Everything in the latest plan has been looked at: [`super::Progress::settled`] is set.
     Settled,
+    /// The pin of one of the agent's maps is gone. The next program would be loaded over another map than the agent writes to: it
+    /// has to start anew.
+    PinLost(PathBuf),
     /// Something that the operator should know and that needs no reaction.
     Warning(String),
 }

@@ -94,6 +94,8 @@ pub(crate) struct Worker {
     check_at: Instant,
     no_tcx: bool,
     others_retired: bool,
+    /// An own map that had no pin at the last look.
+    unpinned: Option<&'static str>,
     /// The last plan of which it was told that everything in it was looked at.
     told_settled: u64,
     /// What the last step failed of, told once.
@@ -122,6 +124,7 @@ impl Worker {
             check_at: now,
             no_tcx: false,
             others_retired: false,
+            unpinned: None,
             told_settled: 0,
             problem: None,
         }
@@ -275,6 +278,7 @@ impl Worker {
         self.bound = Bound::Unknown;
         self.binding_at = Instant::now();
         self.returning = None;
+        self.unpinned = None;
         self.pods.clear();
         remove_tree(self.layout.directory(), &mut Vec::new())
     }

@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     clock::Monotonic,
-    datapath::{Datapath, FlowEvent},
+    datapath::{Datapath, FlowEvent, Report},
     index::{Index, Update},
     k8s::{EventWriter, Health, Message, Node, Watches},
     observe::{Endpoints, Metrics, SnapshotRequest},
@@ -130,6 +130,11 @@ impl Agent {
                     self.take_messages(messages_now.drain(..));
                 }
                 report = reports.recv() => match report {
+                    Some(Report::PinLost(path)) => bail!(
+                        "somebody has removed the pin {}, so programs and agent would no longer share that map: ending, for the next \
+                         start makes it anew",
+                        path.display()
+                    ),
                     Some(report) => self.take_report(report),
                     None => bail!("the datapath's worker has ended"),
                 },

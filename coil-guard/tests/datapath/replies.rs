@@ -68,8 +68,9 @@ fn wait_attached(agent: &mut Agent, wanted: Part) -> How {
     })
 }
 
-#[test]
-fn both_ends_get_their_programs_and_lose_them_with_the_mode() {
+/// Runs a test for each way of attaching, on a node with a client pod and an egress pod. On a thread: a node changes the
+/// namespaces of the one that made it.
+fn on_each_kind(test: fn(AttachKind, &Node, [&PodNamespace; 2])) {
     if !can_run() {
         return;
     }
@@ -78,45 +79,7 @@ fn both_ends_get_their_programs_and_lose_them_with_the_mode() {
             let node = Node::new(kind);
             node.cilium4();
             let (client, egress_pod) = (node.pod("c", &[CLIENT]), node.pod("e", &[EGRESS_POD]));
-            let pods = [&client, &egress_pod];
-            let mut agent = node.open();
-            agent.apply(&symmetric());
-            wait_hooks("programs on both hooks", pods, [(1, 1), (1, 1)]);
-            eventually("the client to be announced", || match returning(&node).len() {
-                1 => Ok(()),
-                other => Err(other),
-            });
-            let snapshot = agent.datapath.snapshot().unwrap();
-            assert_eq!(snapshot.pods.keys().collect::<Vec<_>>(), ["c"], "of the guard alone");
-            assert_eq!(snapshot.replies.clients.keys().collect::<Vec<_>>(), ["c"]);
-            assert_eq!(snapshot.replies.egress_pods.keys().collect::<Vec<_>>(), ["e"]);
-            assert_eq!(agent.datapath.progress().wanted, 1);
-            let ids = pods.map(|pod| (pod.tcx_on(TcAttachType::Ingress), pod.tcx_on(TcAttachType::Egress)));
-            drop(agent);
-            wait_hooks("programs without the agent", pods, [(1, 1), (1, 1)]);
-
-            let mut agent = node.open();
-            agent.apply(&symmetric());
-            assert_eq!(wait_attached(&mut agent, Part::Return), How::Kept);
-            assert_eq!(
-                pods.map(|pod| (pod.tcx_on(TcAttachType::Ingress), pod.tcx_on(TcAttachType::Egress))),
-                ids
-            );
-
-            agent.apply(&desired(Mode::Reset, &[("c", &[CLIENT])]));
-            wait_hooks("the guard alone", pods, [(0, 1), (0, 0)]);
-            assert_eq!(returning(&node), [] as [[u8; 16]; 0]);
-            assert!(!egress_pod.has_qdisc(), "our qdisc is left");
-            assert_eq!(client.has_qdisc(), kind == AttachKind::Clsact);
-
-            agent.apply(&symmetric());
-            wait_hooks("programs on both hooks again", pods, [(1, 1), (1, 1)]);
-            agent.apply(&nothing());
-            wait_hooks("nothing", pods, [(0, 0), (0, 0)]);
-            eventually("pins and qdiscs to be gone", || {
-                let left = (node.pins(), client.has_qdisc(), egress_pod.has_qdisc());
-                if left == (vec![], false, false) { Ok(()) } else { Err(left) }
-            });
+            test(kind, &node, [&client, &egress_pod]);
         })
         .join()
         .unwrap_or_else(|_| panic!("{kind:?}"));
@@ -124,42 +87,74 @@ fn both_ends_get_their_programs_and_lose_them_with_the_mode() {
 }
 
 #[test]
+fn both_ends_get_their_programs_and_lose_them_with_the_mode() {
+    on_each_kind(|kind, node, pods @ [client, egress_pod]| {
+        let mut agent = node.open();
+        agent.apply(&symmetric());
+        wait_hooks("programs on both hooks", pods, [(1, 1), (1, 1)]);
+        eventually("the client to be announced", || match returning(node).len() {
+            1 => Ok(()),
+            other => Err(other),
+        });
+        let snapshot = agent.datapath.snapshot().unwrap();
+        assert_eq!(snapshot.pods.keys().collect::<Vec<_>>(), ["c"], "of the guard alone");
+        assert_eq!(snapshot.replies.clients.keys().collect::<Vec<_>>(), ["c"]);
+        assert_eq!(snapshot.replies.egress_pods.keys().collect::<Vec<_>>(), ["e"]);
+        assert_eq!(agent.datapath.progress().wanted, 1);
+        let ids = pods.map(|pod| (pod.tcx_on(TcAttachType::Ingress), pod.tcx_on(TcAttachType::Egress)));
+        drop(agent);
+        wait_hooks("programs without the agent", pods, [(1, 1), (1, 1)]);
+
+        let mut agent = node.open();
+        agent.apply(&symmetric());
+        assert_eq!(wait_attached(&mut agent, Part::Return), How::Kept);
+        assert_eq!(
+            pods.map(|pod| (pod.tcx_on(TcAttachType::Ingress), pod.tcx_on(TcAttachType::Egress))),
+            ids
+        );
+
+        agent.apply(&desired(Mode::Reset, &[("c", &[CLIENT])]));
+        wait_hooks("the guard alone", pods, [(0, 1), (0, 0)]);
+        assert_eq!(returning(node), [] as [[u8; 16]; 0]);
+        assert!(!egress_pod.has_qdisc(), "our qdisc is left");
+        assert_eq!(client.has_qdisc(), kind == AttachKind::Clsact);
+
+        agent.apply(&symmetric());
+        wait_hooks("programs on both hooks again", pods, [(1, 1), (1, 1)]);
+        agent.apply(&nothing());
+        wait_hooks("nothing", pods, [(0, 0), (0, 0)]);
+        eventually("pins and qdiscs to be gone", || {
+            let left = (node.pins(), client.has_qdisc(), egress_pod.has_qdisc());
+            if left == (vec![], false, false) { Ok(()) } else { Err(left) }
+        });
+    });
+}
+
+#[test]
 fn a_node_with_egress_pods_alone_is_served_and_cleaned_up() {
-    if !can_run() {
-        return;
-    }
-    for kind in KINDS {
-        std::thread::spawn(move || {
-            let node = Node::new(kind);
-            node.cilium4();
-            let (client, egress_pod) = (node.pod("c", &[CLIENT]), node.pod("e", &[EGRESS_POD]));
-            let pods = [&client, &egress_pod];
-            let mut agent = node.open();
-            let egress_pods = symmetric().egress_pods;
-            agent.apply(&Desired { egress_pods, ..nothing() });
-            wait_hooks("programs of the egress pod", pods, [(0, 0), (1, 1)]);
-            agent.apply(&nothing());
-            wait_hooks("nothing", pods, [(0, 0), (0, 0)]);
-            eventually("the pins to be gone", || match node.pins() {
-                pins if pins.is_empty() => Ok(()),
-                pins => Err(pins),
-            });
-            agent.apply(&symmetric());
-            wait_hooks("programs on both hooks", pods, [(1, 1), (1, 1)]);
-            drop(agent);
-            let done = cleanup(&node.options).unwrap();
-            assert_eq!(done.errors, [] as [String; 0]);
-            for part in ["guard", "return", "answer", "learn"] {
-                let said =
-                    done.removed.iter().any(|line| line.starts_with(&format!("program {part:?} of pod ")));
-                assert!(said, "{part}: {:?}", done.removed);
-            }
-            assert_eq!(pods.map(hooks), [(0, 0), (0, 0)]);
-            assert!(!client.has_qdisc() && !egress_pod.has_qdisc());
-        })
-        .join()
-        .unwrap_or_else(|_| panic!("{kind:?}"));
-    }
+    on_each_kind(|_, node, pods @ [client, egress_pod]| {
+        let mut agent = node.open();
+        let egress_pods = symmetric().egress_pods;
+        agent.apply(&Desired { egress_pods, ..nothing() });
+        wait_hooks("programs of the egress pod", pods, [(0, 0), (1, 1)]);
+        agent.apply(&nothing());
+        wait_hooks("nothing", pods, [(0, 0), (0, 0)]);
+        eventually("the pins to be gone", || match node.pins() {
+            pins if pins.is_empty() => Ok(()),
+            pins => Err(pins),
+        });
+        agent.apply(&symmetric());
+        wait_hooks("programs on both hooks", pods, [(1, 1), (1, 1)]);
+        drop(agent);
+        let done = cleanup(&node.options).unwrap();
+        assert_eq!(done.errors, [] as [String; 0]);
+        for part in ["guard", "return", "answer", "learn"] {
+            let said = done.removed.iter().any(|line| line.starts_with(&format!("program {part:?} of pod ")));
+            assert!(said, "{part}: {:?}", done.removed);
+        }
+        assert_eq!(pods.map(hooks), [(0, 0), (0, 0)]);
+        assert!(!client.has_qdisc() && !egress_pod.has_qdisc());
+    });
 }
 
 #[test]

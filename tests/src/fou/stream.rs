@@ -73,7 +73,7 @@ pub struct Stream {
 }
 
 /// When nothing arrives any more for this long, what is missing is lost.
-const QUIET: Duration = Duration::from_millis(300);
+const QUIET: Duration = Duration::from_secs(1);
 
 impl Stream {
     /// Starts sending from a pod.

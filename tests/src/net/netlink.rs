@@ -12,7 +12,7 @@ use rtnetlink::{
     packet_route::{
         link::LinkAttribute,
         neighbour::NeighbourState,
-        tc::{TcAttribute, TcMessage},
+        tc::{TcAttribute, TcHandle, TcMessage},
     },
 };
 use tokio::runtime::Runtime;
@@ -217,6 +217,17 @@ impl Netlink {
         let all: Vec<TcMessage> = self.runtime.block_on(all.try_collect()).context("cannot list qdiscs")?;
         let ours = all.iter().filter(|message| message.header.index == index).filter_map(object);
         Ok(ours.filter(|object| object.kind != "noqueue").collect())
+    }
+
+    /// Removes a device's clsact qdisc, with all filters.
+    ///
+    /// # Errors
+    ///
+    /// When there is none.
+    pub fn delete_clsact(&self, device: &str) -> Result<()> {
+        let mut request = self.handle.qdisc().del(self.index(device)? as i32);
+        request.message_mut().header.parent = TcHandle::CLSACT;
+        self.runtime.block_on(request.execute()).with_context(|| format!("{device} has no clsact qdisc"))
     }
 
     /// Filters of one direction of a device; empty without clsact.

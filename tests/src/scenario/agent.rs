@@ -209,6 +209,19 @@ impl Agent {
         self.child.wait().map(|_| ()).context("cannot wait for the agent")
     }
 
+    /// Waits until it has ended by itself, not well, and has said each of `parts` in one line.
+    ///
+    /// # Errors
+    ///
+    /// When it has not in time.
+    pub fn wait_end(mut self, parts: &[&str], patience: Duration) -> Result<()> {
+        let status =
+            eventually("end of the agent", patience, || Ok(self.child.try_wait()?.ok_or("still running")))
+                .with_context(|| self.log_tail())?;
+        anyhow::ensure!(!status.success(), "the agent ended with {status}\n{}", self.log_tail());
+        self.wait_log(parts, Duration::ZERO)
+    }
+
     /// Asks it to end and waits for that.
     ///
     /// # Errors

@@ -8,7 +8,6 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use aya::maps::MapInfo;
-use coil_guard_common::abi::mark;
 use coil_guard_tests::{
     cilium::{CiliumVersion, IpFamily, MapKind, MapOptions, MapShape},
     lab::{Lab, eventually},
@@ -16,7 +15,7 @@ use coil_guard_tests::{
     scenario::{Agent, Scenario},
 };
 
-use crate::support::{finish, leaves_nothing, link_id, streams, wait_left};
+use crate::support::{finish, guards, leaves_nothing, link_id, streams};
 
 /// What is promised, and what the machine may take on top.
 const REBOUND_WITHIN: Duration = Duration::from_secs(5);
@@ -48,19 +47,6 @@ fn wait_bound(scenario: &Scenario, before: u64) -> Result<()> {
     eprintln!("bound anew after {:.1?}", since.elapsed());
     ensure!(since.elapsed() < REBOUND_WITHIN + MACHINE, "bound anew after {:?} only", since.elapsed());
     scenario.wait_attached(0)
-}
-
-/// One backend leaves, by the agent's mark alone, so that only a program that is bound to the present maps can move its flow;
-/// then it comes back as another pod.
-fn guards(scenario: &mut Scenario, family: IpFamily) -> Result<()> {
-    let bound = scenario.bound(0, family, 5555)?;
-    let pod = scenario.backend_pod(bound)?;
-    scenario.cluster.terminate(&pod, None)?;
-    scenario.wait_mark(bound, mark::LEAVING)?;
-    wait_left(scenario, &[0], bound)?;
-    scenario.cluster.force_delete(&pod)?;
-    scenario.announce_backend(bound)?;
-    scenario.wait_mark(bound, mark::READY)
 }
 
 #[test]

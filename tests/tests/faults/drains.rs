@@ -18,9 +18,11 @@ use coil_guard_tests::{
     scenario::{Agent, Scenario, check, marks},
 };
 
-use crate::support::{leaves_nothing, setting};
+use crate::support::{kill_time, leaves_nothing, setting};
 
 const CLIENT: usize = 0;
+/// Kills, however long they take.
+const AT_LEAST: u32 = 10;
 /// Inner connections of each family that are old when their backend leaves.
 const OLD: u16 = 6;
 const DRAIN: Duration = Duration::from_secs(6);
@@ -199,7 +201,7 @@ fn wait_elsewhere(scenario: &Scenario, stream: &Stream, home: usize) -> Result<(
 
 fn killed_while_draining(attach: &'static str) -> Result<()> {
     lab_test(move || {
-        let number: u32 = setting("COIL_GUARD_KILLS", 40) / 4;
+        let number: u32 = setting("COIL_GUARD_KILLS", 200) / 8;
         let seed = setting("COIL_GUARD_SEED", 1);
         let timeout = format!("{}s", DRAIN.as_secs());
         let mut kills = Kills {
@@ -218,7 +220,7 @@ fn killed_while_draining(attach: &'static str) -> Result<()> {
             .arguments(&arguments.each_ref().map(String::as_str))
             .start()?;
         let (mut packets, mut drains) = (0, 0);
-        while kills.done < number {
+        while kills.done < number && (kills.done < AT_LEAST || began.elapsed() < kill_time()) {
             let ports = 20_000 + drains * 500;
             packets += one_drain(&mut scenario, &mut kills, ports)
                 .with_context(|| format!("seed {seed}, drain {drains}, kill {}", kills.done))?;

@@ -15,16 +15,18 @@ use coil_guard_tests::{
 };
 
 use crate::support::{
-    Roll, counted, finish, leaves_nothing, link_id, open_namespaces, pins, sent, setting, streams,
+    Roll, counted, finish, kill_time, leaves_nothing, link_id, open_namespaces, pins, sent, setting, streams,
 };
 
 const CLIENTS: [usize; 2] = [0, 1];
+/// Kills, however long they take.
+const AT_LEAST: u32 = 20;
 
 /// Kills the agent again and again, at a random point between its start and half as long again as it needs to be ready, while
 /// one backend after the other is replaced.
 fn killed_at_any_instant(attach: &'static str) -> Result<()> {
     lab_test(move || {
-        let kills: u32 = setting("COIL_GUARD_KILLS", 40) / 2;
+        let kills: u32 = setting("COIL_GUARD_KILLS", 200) / 2;
         let seed = setting("COIL_GUARD_SEED", 1);
         let mut random = Rng::new(seed);
         let began = Instant::now();
@@ -46,7 +48,10 @@ fn killed_at_any_instant(attach: &'static str) -> Result<()> {
         let mut roll = Roll::default();
         let (mut ready, mut slowest) = (Duration::from_millis(500), Duration::ZERO);
         let mut killed_before_ready = 0;
-        for kill in 0..kills {
+        let (longest, mut done) = (kill_time(), 0);
+        while done < kills && (done < AT_LEAST || began.elapsed() < longest) {
+            let kill = done;
+            done += 1;
             scenario.kill_agent()?;
             // Every tenth one may live until it is ready: that says how long it takes here and now.
             let started = Instant::now();
@@ -95,7 +100,7 @@ fn killed_at_any_instant(attach: &'static str) -> Result<()> {
             Ok(if open == 0 { Ok(()) } else { Err(open) })
         })?;
         eprintln!(
-            "{attach}: {kills} kills ({killed_before_ready} before ready), {} backends replaced, {} packets, 0 lost, ready \
+            "{attach}: {done} kills ({killed_before_ready} before ready), {} backends replaced, {} packets, 0 lost, ready \
              after {slowest:.0?} at most, {:.0?} in all",
             roll.marked,
             sent(&reports),

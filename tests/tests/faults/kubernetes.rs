@@ -47,7 +47,7 @@ fn wait_following(scenario: &Scenario) -> Result<()> {
 #[test]
 fn an_api_server_that_is_gone_during_a_rolling_update_leaves_it_to_ciliums_state() -> Result<()> {
     lab_test(|| {
-        let outage = Duration::from_secs(setting("COIL_GUARD_OUTAGE_SECONDS", 20));
+        let outage = Duration::from_secs(setting("COIL_GUARD_OUTAGE_SECONDS", 60));
         let mut scenario = Scenario::builder(Lab::builder().backends(4)).mode("reset").start()?;
         let running = streams(&scenario, &[0], EVERY)?;
         scenario.api.stop_listening();

@@ -6,6 +6,7 @@ mod drains;
 mod flood;
 mod kills;
 mod kubernetes;
+mod meddling;
 mod pods;
 mod refused;
 mod soak;

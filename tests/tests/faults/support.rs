@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use aya::programs::links::{FdLink, PinnedLink};
-use coil_guard_common::abi::LAYOUT_VERSION;
+use coil_guard_common::abi::{LAYOUT_VERSION, mark};
 use coil_guard_tests::{
     cilium::IpFamily,
     fou::{FOU_PORT, Stream, StreamReport},
@@ -21,6 +21,11 @@ use coil_guard_tests::{
 /// A size or a length of a test: from the environment, else the default that suits CI.
 pub(crate) fn setting<T: FromStr>(name: &str, default: T) -> T {
     env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
+}
+
+/// How long to go on with kills of the agent: a start takes a fraction of a second, or many on a machine that is busy.
+pub(crate) fn kill_time() -> Duration {
+    Duration::from_secs(setting("COIL_GUARD_KILL_SECONDS", 75))
 }
 
 /// The directory of the guard's pins.
@@ -129,6 +134,19 @@ impl Roll {
         }
         Ok(())
     }
+}
+
+/// One backend leaves, by the agent's mark alone, so that only a program that is bound to the present maps can move its flow;
+/// then it comes back as another pod.
+pub(crate) fn guards(scenario: &mut Scenario, family: IpFamily) -> Result<()> {
+    let bound = scenario.bound(0, family, 5555)?;
+    let pod = scenario.backend_pod(bound)?;
+    scenario.cluster.terminate(&pod, None)?;
+    scenario.wait_mark(bound, mark::LEAVING)?;
+    wait_left(scenario, &[0], bound)?;
+    scenario.cluster.force_delete(&pod)?;
+    scenario.announce_backend(bound)?;
+    scenario.wait_mark(bound, mark::READY)
 }
 
 /// One stream for each client and family, with this time between packets.

@@ -22,7 +22,7 @@ use coil_guard_tests::{
 
 use crate::support::FAMILIES;
 
-const PACKETS: u64 = 50_000;
+const PACKETS: u64 = 200_000;
 /// Small, because they are walked after each packet.
 const SIZES: Sizes = Sizes { services: 64, inner_flows: 1024, others: 1024, cilium: 1024 };
 /// Packets between two states of the maps.

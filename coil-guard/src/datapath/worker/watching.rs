@@ -3,8 +3,8 @@
 use super::{Pod, Worker};
 use crate::{
     datapath::{
-        Attachment, attach::clsact_program, layout::unpin, mailbox::Wanted, namespaces::within_each,
-        netlink::Netlink, part::Key, pods::link_program,
+        Attachment, Report, Sizes, attach::clsact_program, layout::unpin, mailbox::Wanted,
+        namespaces::within_each, netlink::Netlink, own_maps::own_maps, part::Key, pods::link_program,
     },
     plan::Want,
 };
@@ -20,6 +20,7 @@ impl Worker {
             }
             Err(error) => self.warn(error.to_string()),
         }
+        self.look_at_pins();
         let mut lost = Vec::new();
         let mut inside = Vec::new();
         for (key, pod) in &self.pods {
@@ -71,6 +72,16 @@ impl Worker {
             self.lose(&key);
         }
         self.announce(None);
+    }
+
+    /// Looks twice: the agent may be making its maps anew at this moment.
+    fn look_at_pins(&mut self) {
+        let names = own_maps(&Sizes::default()).map(|map| map.name);
+        let missing = names.into_iter().find(|name| !self.layout.map(name).exists());
+        if let Some(name) = missing.filter(|_| missing == self.unpinned) {
+            self.report(Report::PinLost(self.layout.map(name)));
+        }
+        self.unpinned = missing;
     }
 
     /// Clears away what is left of an attachment that somebody removed; it is made anew at once.

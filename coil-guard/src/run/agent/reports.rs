@@ -86,6 +86,8 @@ impl Agent {
             Report::Unbound(error) => tracing::error!(%error, "not bound to Cilium's maps"),
             // The loop looks at the progress after each report: readiness does not wait for something else to happen.
             Report::Settled => {}
+            // The loop has ended the agent.
+            Report::PinLost(_) => {}
             Report::Warning(warning) => tracing::warn!("{warning}"),
         }
         self.replan(None);
