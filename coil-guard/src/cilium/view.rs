@@ -8,14 +8,17 @@ use std::{
     net::IpAddr,
 };
 
-use aya::maps::{HashMap, Map, MapData, MapError};
+use aya::maps::{HashMap, IterableMap as _, Map, MapData, MapError};
 use coil_guard_common::cilium::{
     Backend4, Backend6, MAPS4, MAPS6, PROTO_UDP, Service, ServiceKey4, ServiceKey6,
 };
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::{CiliumError, CiliumMaps, OpenMap};
-use crate::plan::{CiliumView, Desired, MarkState, ServiceAddress};
+use crate::{
+    datapath::sys::elements,
+    plan::{CiliumView, ServiceAddress},
+};
 
 /// A service's master is read again after its slots; if it changed in between they are walked once more, so often at most.
 const WALKS: usize = 3;
@@ -34,51 +37,32 @@ pub(super) struct Master {
     pub(super) proto: u8,
 }
 
-/// Walks the guarded services of `desired` in Cilium's maps.
+/// Walks the slots of these services in Cilium's maps, and looks whether it has these addresses. Cilium takes a terminating
+/// backend out of the slots before it takes it out of the backends map, and flows bound to it live on until then.
 ///
 /// # Errors
 ///
 /// When a map cannot be read.
-pub fn view(maps: CiliumMaps, desired: &Desired) -> Result<CiliumView, CiliumError> {
-    let mut view = CiliumView::default();
-    let mut families = families(maps)?;
-    for (v6, family) in &mut families {
-        for address in desired.services.keys().filter(|service| service.address.is_ipv6() == *v6) {
+pub fn view(
+    maps: CiliumMaps,
+    services: &[ServiceAddress],
+    addresses: &BTreeSet<IpAddr>,
+) -> Result<CiliumView, CiliumError> {
+    let mut view = CiliumView { forgotten: addresses.clone(), ..CiliumView::default() };
+    for (v6, family) in families(maps)? {
+        for address in services.iter().filter(|service| service.address.is_ipv6() == v6) {
             if let Some(backends) = family.walk(*address)? {
-                view.backends.insert(*address, backends.into_keys().collect());
+                view.forgotten.retain(|address| !backends.contains_key(address));
+                view.slots.insert(*address, backends.into_keys().collect());
             }
         }
-        let unplaced: Vec<_> =
-            unplaced_marks(desired, &view).into_iter().filter(|ip| ip.is_ipv6() == *v6).collect();
+        let unplaced: BTreeSet<_> = view.forgotten.iter().copied().filter(|ip| ip.is_ipv6() == v6).collect();
         if !unplaced.is_empty() {
             let held = family.backends_among(&unplaced)?;
-            place(desired, &held, &mut view);
+            view.forgotten.retain(|address| !held.contains(address));
         }
     }
     Ok(view)
-}
-
-/// Addresses with a mark that is not READY and that is in no slot. Cilium takes a terminating backend out of the slots
-/// before it takes it out of the backends map, and flows bound to it live on until then.
-fn unplaced_marks(desired: &Desired, view: &CiliumView) -> Vec<IpAddr> {
-    let placed: BTreeSet<_> = view.backends.values().flatten().collect();
-    desired
-        .marks
-        .iter()
-        .filter(|(address, mark)| mark.state != MarkState::Ready && !placed.contains(address))
-        .map(|(address, _)| *address)
-        .collect()
-}
-
-fn place(desired: &Desired, held: &BTreeSet<IpAddr>, view: &mut CiliumView) {
-    for address in held {
-        let Some(mark) = desired.marks.get(address) else { continue };
-        for (service, guarded) in &desired.services {
-            if guarded.egress == mark.egress && service.address.is_ipv6() == address.is_ipv6() {
-                view.backends.entry(*service).or_default().insert(*address);
-            }
-        }
-    }
 }
 
 pub(super) fn families(maps: CiliumMaps) -> Result<BTreeMap<bool, Family>, CiliumError> {
@@ -200,7 +184,7 @@ impl Family {
     }
 
     /// Which of `addresses` are anywhere in the backends map.
-    fn backends_among(&self, addresses: &[IpAddr]) -> Result<BTreeSet<IpAddr>, CiliumError> {
+    fn backends_among(&self, addresses: &BTreeSet<IpAddr>) -> Result<BTreeSet<IpAddr>, CiliumError> {
         match self {
             Self::V4 { backends, .. } => among(backends, addresses, address4, MAPS4.backends),
             Self::V6 { backends, .. } => among(backends, addresses, address6, MAPS6.backends),
@@ -234,22 +218,17 @@ pub(super) fn lookup<K: aya::Pod, V: aya::Pod>(
     }
 }
 
-/// Walks the whole map. A walk starts anew when the element it stands on is deleted, so it is bounded.
+/// Reads the whole map: some calls, and no walk that begins anew when the element that it stands on is deleted.
 fn among<V: aya::Pod>(
     map: &HashMap<MapData, u32, V>,
-    addresses: &[IpAddr],
+    wanted: &BTreeSet<IpAddr>,
     address: fn(&V) -> Option<IpAddr>,
     name: &'static str,
 ) -> Result<BTreeSet<IpAddr>, CiliumError> {
-    const BOUND: usize = 1 << 20;
-    let wanted: BTreeSet<_> = addresses.iter().copied().collect();
     let mut found = BTreeSet::new();
-    for entry in map.iter().take(BOUND) {
-        let (_, value) = entry.map_err(|source| CiliumError::Read { map: name, source })?;
-        found.extend(address(&value).filter(|address| wanted.contains(address)));
-        if found.len() == wanted.len() {
-            break;
-        }
-    }
+    elements(map.map(), |_: &u32, value| {
+        found.extend(address(value).filter(|address| wanted.contains(address)));
+    })
+    .map_err(|source| CiliumError::Read { map: name, source })?;
     Ok(found)
 }

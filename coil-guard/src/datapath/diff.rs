@@ -18,6 +18,11 @@ use crate::{
 pub(crate) const MARK_VALIDITY: Duration = Duration::from_secs(60);
 /// How often marks are renewed.
 pub(crate) const MARK_RENEWAL: Duration = Duration::from_secs(10);
+/// The same of READY marks. They mean nothing without a heartbeat, which bounds them much closer; and there can be ten
+/// thousand of them.
+pub(crate) const READY_VALIDITY: Duration = Duration::from_secs(10 * 60);
+/// The same.
+pub(crate) const READY_RENEWAL: Duration = Duration::from_secs(2 * 60);
 /// How long a heartbeat counts.
 pub(crate) const HEARTBEAT_VALIDITY: Duration = Duration::from_secs(15);
 /// How often it is sent. Two can be late before it is missed.
@@ -82,6 +87,7 @@ pub(crate) fn same_service(a: &abi::GuardedService, b: &abi::GuardedService) -> 
 /// The entry of a mark. Its `since` is when its state is first written, and not when it was seen: the program counts from
 /// it how long packets that passed before may still be on their way.
 pub(crate) fn mark_entry(mark: &Mark, old: Option<&abi::BackendMark>, now: Monotonic) -> abi::BackendMark {
+    let validity = if mark.state == MarkState::Ready { READY_VALIDITY } else { MARK_VALIDITY };
     let since = old.filter(|old| old.state == state_to_abi(mark.state)).map_or(now.0, |old| old.since);
     // Rounded up: a successor that counts from it ends no later.
     let seen_before = since.saturating_sub(mark.since.0).div_ceil(1000);
@@ -91,7 +97,7 @@ pub(crate) fn mark_entry(mark: &Mark, old: Option<&abi::BackendMark>, now: Monot
             Keep::Until(time) => time.0,
             Keep::ForEver => abi::FOR_EVER,
         },
-        valid_until: now.saturating_add(MARK_VALIDITY).0,
+        valid_until: now.saturating_add(validity).0,
         since,
         state: state_to_abi(mark.state),
         pad: [0; 3],
@@ -119,33 +125,45 @@ pub(crate) struct MarkChanges {
     pub(crate) remove: Vec<MarkKey>,
 }
 
-/// Compares marks. READY ones come first, so that a flow never meets a leaving backend before its replacement is known.
+/// Which marks are written although they have not changed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Renewal {
+    pub(crate) ready: bool,
+    pub(crate) others: bool,
+}
+
+/// Compares the marks of the addresses `among`. READY ones come first, so that a flow never meets a leaving backend before its
+/// replacement is known.
 pub(crate) fn mark_changes(
     have: &BTreeMap<MarkKey, abi::BackendMark>,
     want: &BTreeMap<IpAddr, Mark>,
-    renew: bool,
+    among: &BTreeSet<IpAddr>,
+    renewal: Renewal,
     now: Monotonic,
 ) -> MarkChanges {
-    let mut keys = BTreeSet::new();
-    let mut put = Vec::new();
-    for (address, mark) in want {
+    let mut changes = MarkChanges::default();
+    for address in among {
         let key = to_mapped(*address);
         let old = have.get(&key);
+        let Some(mark) = want.get(address) else {
+            changes.remove.extend(old.map(|_| key));
+            continue;
+        };
         let entry = mark_entry(mark, old, now);
+        let renew = if mark.state == MarkState::Ready { renewal.ready } else { renewal.others };
         if renew || !old.is_some_and(|old| same_mark(old, &entry)) {
-            put.push((*address, entry));
+            changes.put.push((*address, entry));
         }
-        keys.insert(key);
     }
-    put.sort_by_key(|(_, entry)| entry.state != abi::mark::READY);
-    MarkChanges { put, remove: have.keys().filter(|key| !keys.contains(*key)).copied().collect() }
+    changes.put.sort_by_key(|(_, entry)| entry.state != abi::mark::READY);
+    changes
 }
 
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
-    use super::*;
+    use super::{super::report::from_mapped, *};
     use crate::{
         datapath::tables::mark_snapshot,
         plan::{EgressName, Mode},
@@ -205,6 +223,16 @@ mod tests {
         assert!(same_service(&first, &second));
     }
 
+    /// All that there are.
+    fn changes(
+        have: &BTreeMap<MarkKey, abi::BackendMark>,
+        want: &BTreeMap<IpAddr, Mark>,
+        now: Monotonic,
+    ) -> MarkChanges {
+        let among = want.keys().copied().chain(have.keys().map(|key| from_mapped(*key))).collect();
+        mark_changes(have, want, &among, Renewal::default(), now)
+    }
+
     #[test]
     fn ready_backends_are_written_before_leaving_ones() {
         let leaving: IpAddr = "10.0.0.1".parse().unwrap();
@@ -212,8 +240,8 @@ mod tests {
         let want =
             [(leaving, mark(MarkState::Leaving, Keep::No)), (ready, mark(MarkState::Ready, Keep::ForEver))]
                 .into();
-        let changes = mark_changes(&BTreeMap::new(), &want, false, Monotonic(0));
-        assert_eq!(changes.put.iter().map(|(address, _)| *address).collect::<Vec<_>>(), [ready, leaving]);
+        let found = changes(&BTreeMap::new(), &want, Monotonic(0));
+        assert_eq!(found.put.iter().map(|(address, _)| *address).collect::<Vec<_>>(), [ready, leaving]);
     }
 
     fn marks() -> impl Strategy<Value = BTreeMap<IpAddr, Mark>> {
@@ -241,16 +269,31 @@ mod tests {
             let now = Monotonic(1000);
             let mut have = BTreeMap::new();
             for wanted in [&old, &new] {
-                let changes = mark_changes(&have, wanted, false, now);
-                for key in changes.remove {
+                let found = changes(&have, wanted, now);
+                for key in found.remove {
                     have.remove(&key);
                 }
-                have.extend(changes.put.iter().map(|(address, entry)| (to_mapped(*address), *entry)));
+                have.extend(found.put.iter().map(|(address, entry)| (to_mapped(*address), *entry)));
                 let expected: BTreeMap<_, _> =
                     wanted.iter().map(|(address, mark)| (to_mapped(*address), mark_entry(mark, None, now))).collect();
                 prop_assert_eq!(&have, &expected);
-                prop_assert_eq!(mark_changes(&have, wanted, false, now), MarkChanges::default());
+                prop_assert_eq!(changes(&have, wanted, now), MarkChanges::default());
             }
+        }
+
+        #[test]
+        fn what_is_among_them_alone_is_looked_at(old in marks(), new in marks(), picked in any::<u16>()) {
+            let now = Monotonic(1000);
+            let have: BTreeMap<_, _> =
+                old.iter().map(|(address, mark)| (to_mapped(*address), mark_entry(mark, None, now))).collect();
+            let all: Vec<IpAddr> = old.keys().chain(new.keys()).copied().collect();
+            let among: BTreeSet<IpAddr> =
+                all.into_iter().enumerate().filter(|(at, _)| picked >> (at % 16) & 1 == 1).map(|(_, ip)| ip).collect();
+            let whole = changes(&have, &new, now);
+            let part = mark_changes(&have, &new, &among, Renewal::default(), now);
+            let put: Vec<_> = whole.put.into_iter().filter(|(address, _)| among.contains(address)).collect();
+            let remove: Vec<_> = whole.remove.into_iter().filter(|key| among.contains(&from_mapped(*key))).collect();
+            prop_assert_eq!((part.put, part.remove), (put, remove));
         }
 
         #[test]
@@ -268,8 +311,8 @@ mod tests {
                 old.iter().map(|(address, mark)| (to_mapped(*address), mark_entry(mark, None, now))).collect();
             let mut new = old.clone();
             new.insert("10.9.9.9".parse().unwrap(), change);
-            let changes = mark_changes(&have, &new, false, now);
-            prop_assert_eq!((changes.put.len(), changes.remove.len()), (1, 0));
+            let found = changes(&have, &new, now);
+            prop_assert_eq!((found.put.len(), found.remove.len()), (1, 0));
         }
     }
 

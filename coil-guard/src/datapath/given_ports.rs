@@ -45,7 +45,7 @@ impl GivenPort {
             pods.extend(pod.addresses.iter().map(|address| ((*address, generation(uid)), pod)));
         }
         let mut given = Vec::new();
-        for (key, pin) in entries::<abi::PinnedPortKey, abi::PinnedPort>(map, maps::PINNED_PORTS)? {
+        for (key, pin) in entries::<abi::PinnedPortKey, abi::PinnedPort>(&map, maps::PINNED_PORTS)? {
             let service = ServiceAddress {
                 address: from_mapped(key.service),
                 port: u16::from_be_bytes(key.service_port),

@@ -42,7 +42,8 @@ mod tables;
 mod worker;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
+    mem,
     net::IpAddr,
     path::PathBuf,
     sync::Arc,
@@ -71,7 +72,7 @@ use self::{
 use crate::{
     cilium::{CiliumError, CiliumMaps},
     clock::Monotonic,
-    plan::{CiliumView, Desired, EgressName, ServiceAddress},
+    plan::{Changes, CiliumView, Desired, EgressName, ServiceAddress},
 };
 
 /// The datapath of this node. Only one agent at a time has it. Dropping it ends the worker and leaves everything attached.
@@ -86,6 +87,8 @@ pub struct Datapath {
     remembered: Remembered,
     /// Whether there was a complete plan.
     began: bool,
+    /// The next plan is to be compared with what is there, and not with the last one.
+    whole: bool,
     _lock: Lock,
 }
 
@@ -178,6 +181,7 @@ impl Datapath {
             warnings,
             remembered,
             began: false,
+            whole: true,
             _lock: lock,
         }))
     }
@@ -188,15 +192,23 @@ impl Datapath {
         &self.remembered
     }
 
-    /// Makes the datapath as desired. Cheap when little has changed.
+    /// Makes the datapath as desired, whatever it is now.
     ///
     /// Nothing at all is done before the first complete plan: what an earlier agent pinned stays as it is. Later,
     /// differences are always written, and marks, heartbeat and expiry renewed while the plan is complete.
     pub fn apply(&mut self, desired: &Desired, now: Monotonic) -> Applied {
+        self.whole = true;
+        self.apply_changes(desired, &Changes::default(), now)
+    }
+
+    /// As [`Self::apply`], where nothing else differs from what was desired the last time. Looks at nothing else either, but
+    /// for what could not be done then.
+    pub fn apply_changes(&mut self, desired: &Desired, changes: &Changes, now: Monotonic) -> Applied {
         let mut applied =
             Applied { renew_by: now.saturating_add(diff::HEARTBEAT_RENEWAL), ..Applied::default() };
         self.began |= desired.complete;
         if !self.began {
+            self.whole = true;
             return applied;
         }
         let mut tables = self.mailbox.tables();
@@ -208,16 +220,20 @@ impl Datapath {
                     self.mailbox.maps_changed();
                 }
                 Err(error) => {
+                    self.whole = true;
                     applied.errors.push(error);
                     return applied;
                 }
             }
         }
+        let whole = mem::take(&mut self.whole);
         if let Some(tables) = &mut *tables {
-            applied = tables.apply(desired, now);
+            applied = tables.apply(desired, Some(changes).filter(|_| !whole), now);
         }
-        // Still under the lock: the worker must not take the tables away for a plan that this one replaces.
-        self.mailbox.put(Wanted::from(desired));
+        if whole || changes.pods || changes.services.is_some() {
+            // Still under the lock: the worker must not take the tables away for a plan that this one replaces.
+            self.mailbox.put(Wanted::from(desired));
+        }
         drop(tables);
         applied
     }
@@ -249,14 +265,17 @@ impl Datapath {
         self.mailbox.tables().as_ref()?.egress_of(index)
     }
 
-    /// What Cilium's maps hold of the guarded services, for dropping marks. Call it now and then (every few seconds while
-    /// there are marks of backends that are not ready), not on every change: it walks maps.
+    /// What Cilium's maps hold in the slots of these services, and whether it has these addresses at all.
     ///
     /// # Errors
     ///
     /// When Cilium's maps are missing or have another layout; then no mark may be dropped.
-    pub fn cilium_view(&self, desired: &Desired) -> Result<CiliumView, CiliumError> {
-        crate::cilium::view(CiliumMaps::open(&self.options.cilium_directory)?, desired)
+    pub fn cilium_view(
+        &self,
+        services: &[ServiceAddress],
+        addresses: &BTreeSet<IpAddr>,
+    ) -> Result<CiliumView, CiliumError> {
+        crate::cilium::view(CiliumMaps::open(&self.options.cilium_directory)?, services, addresses)
     }
 
     /// Counters, marks, attachments.

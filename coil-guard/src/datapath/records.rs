@@ -276,7 +276,7 @@ fn choose(
 fn name_of(key: &[u8]) -> Option<EgressName> {
     let text = unpadded(key);
     let (namespace, name) = text.split_once('/')?;
-    Some(EgressName { namespace: namespace.to_owned(), name: name.to_owned() })
+    Some(EgressName { namespace: namespace.into(), name: name.into() })
 }
 
 pub(crate) fn typed<M: TryFrom<Map, Error = MapError>>(

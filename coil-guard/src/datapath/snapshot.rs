@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, net::IpAddr, path::Path};
 
-use aya::maps::{Array, HashMap, MapData, MapError, PerCpuArray};
+use aya::maps::{Array, MapData, PerCpuArray};
 use coil_guard_common::{
     abi::{self, DrainStats, EgressCounters, maps},
     counters::Reason,
@@ -19,6 +19,7 @@ use super::{
     records::{EGRESSES, Egresses, PODS, Pods, generation, typed},
     replies::ReplySnapshot,
     report::from_mapped,
+    sys::elements,
     tables::{mark_snapshot, service_address, service_snapshot},
 };
 use crate::{
@@ -133,7 +134,7 @@ impl LastMove {
         for (uid, pod) in pods {
             names.extend(pod.addresses.iter().map(|address| ((*address, generation(uid)), &pod.name)));
         }
-        let moves = entries::<abi::ClientServiceKey, abi::Previous>(map, maps::PREVIOUS)?;
+        let moves = entries::<abi::ClientServiceKey, abi::Previous>(&map, maps::PREVIOUS)?;
         Ok(moves
             .into_iter()
             .map(|(key, previous)| {
@@ -185,13 +186,13 @@ impl Snapshot {
             }
         }
         if let Some(map) = open_own(&layout, maps::DRAINS)? {
-            snapshot.drains = entries::<[u8; 16], DrainStats>(map, maps::DRAINS)?
+            snapshot.drains = entries::<[u8; 16], DrainStats>(&map, maps::DRAINS)?
                 .into_iter()
                 .map(|(address, stats)| (from_mapped(address), stats))
                 .collect();
         }
         if let Some(map) = open_own(&layout, maps::GUARDED_SERVICES)? {
-            for (key, entry) in entries::<abi::ServiceKey, abi::GuardedService>(map, maps::GUARDED_SERVICES)?
+            for (key, entry) in entries::<abi::ServiceKey, abi::GuardedService>(&map, maps::GUARDED_SERVICES)?
             {
                 let egress =
                     names.iter().find(|(_, index)| **index == entry.egress).map(|(name, _)| name.clone());
@@ -203,7 +204,7 @@ impl Snapshot {
             }
         }
         if let Some(map) = open_own(&layout, maps::BACKEND_MARKS)? {
-            snapshot.marks = entries::<[u8; 16], abi::BackendMark>(map, maps::BACKEND_MARKS)?
+            snapshot.marks = entries::<[u8; 16], abi::BackendMark>(&map, maps::BACKEND_MARKS)?
                 .into_iter()
                 .filter_map(|(address, mark)| Some((from_mapped(address), mark_snapshot(&mark)?)))
                 .collect();
@@ -265,16 +266,12 @@ fn sum(mut total: EgressCounters, one: &EgressCounters) -> EgressCounters {
     total
 }
 
-/// All elements. One that is deleted meanwhile makes the kernel start over, so keys are kept once.
+/// All elements.
 pub(super) fn entries<K: aya::Pod, V: aya::Pod>(
-    map: MapData,
+    map: &MapData,
     name: &'static str,
 ) -> Result<Vec<(K, V)>, DatapathError> {
-    let bound = map.info().map_err(map_error("inspect", name))?.max_entries() as usize;
-    let map: HashMap<_, K, V> = typed(map, name)?;
-    map.iter()
-        .take(bound.saturating_mul(2))
-        .filter(|entry| !matches!(entry, Err(MapError::KeyNotFound)))
-        .collect::<Result<_, _>>()
-        .map_err(map_error("read", name))
+    let mut entries = Vec::new();
+    elements(map, |key: &K, value: &V| entries.push((*key, *value))).map_err(map_error("read", name))?;
+    Ok(entries)
 }

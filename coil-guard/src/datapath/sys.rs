@@ -1,19 +1,22 @@
-//! What bpf(2) offers and the library does not: two commands on pinned links, opening a map to read it alone, and
-//! reading a program array.
+//! What bpf(2) offers and the library does not: two commands on pinned links, opening a map to read it alone, reading a
+//! program array, and reading a whole map with a few calls.
 
 use std::{
     ffi::CString,
     io, mem,
     os::{
-        fd::{AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd},
+        fd::{AsFd as _, AsRawFd as _, BorrowedFd, FromRawFd as _, OwnedFd},
         unix::ffi::OsStrExt as _,
     },
     path::Path,
 };
 
+use aya::maps::{MapData, MapError};
 use aya_obj::generated::{
     BPF_F_RDONLY, bpf_attr,
-    bpf_cmd::{self, BPF_LINK_DETACH, BPF_MAP_LOOKUP_ELEM, BPF_OBJ_GET, BPF_OBJ_GET_INFO_BY_FD},
+    bpf_cmd::{
+        self, BPF_LINK_DETACH, BPF_MAP_LOOKUP_BATCH, BPF_MAP_LOOKUP_ELEM, BPF_OBJ_GET, BPF_OBJ_GET_INFO_BY_FD,
+    },
     bpf_link_info,
 };
 
@@ -65,6 +68,65 @@ pub(crate) fn program_at(array: BorrowedFd<'_>, index: u32) -> io::Result<Option
         Ok(_) => Ok(Some(id)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
+    }
+}
+
+/// Elements of a hash map that are read with one call, at first.
+const BATCH: usize = 2048;
+
+/// Gives every element of a hash map to `each`. One that is there all the time is given once, whatever comes and goes meanwhile.
+pub(crate) fn elements<K: aya::Pod, V: aya::Pod>(
+    map: &MapData,
+    mut each: impl FnMut(&K, &V),
+) -> Result<(), MapError> {
+    let info = map.info()?;
+    let sizes = (info.key_size() as usize, info.value_size() as usize);
+    if sizes != (size_of::<K>(), size_of::<V>()) {
+        return Err(MapError::InvalidValueSize { size: size_of::<V>(), expected: sizes.1 });
+    }
+    read_elements(map.fd().as_fd(), &mut each).map_err(MapError::IoError)
+}
+
+fn read_elements<K: aya::Pod, V: aya::Pod>(
+    map: BorrowedFd<'_>,
+    each: &mut impl FnMut(&K, &V),
+) -> io::Result<()> {
+    let (mut from, mut to) = (0u64, 0u64);
+    let mut first = true;
+    let mut room = BATCH;
+    loop {
+        let mut keys: Vec<K> = Vec::with_capacity(room);
+        let mut values: Vec<V> = Vec::with_capacity(room);
+        // SAFETY: all zeros is a valid value of this union.
+        let mut attr: bpf_attr = unsafe { mem::zeroed() };
+        attr.batch.in_batch = if first { 0 } else { (&raw const from) as u64 };
+        attr.batch.out_batch = (&raw mut to) as u64;
+        attr.batch.keys = keys.as_mut_ptr() as u64;
+        attr.batch.values = values.as_mut_ptr() as u64;
+        attr.batch.count = u32::try_from(room).unwrap_or(u32::MAX);
+        attr.batch.map_fd = map.as_raw_fd().cast_unsigned();
+        let result = call(BPF_MAP_LOOKUP_BATCH, &mut attr);
+        let is_last = match result {
+            Ok(_) => false,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => true,
+            // There are more elements with one hash than there is room for.
+            Err(error) if error.raw_os_error() == Some(libc::ENOSPC) && room < 1 << 20 => {
+                room *= 2;
+                continue;
+            }
+            Err(error) => return Err(error),
+        };
+        // SAFETY: the kernel has set it to the number of those that it has written, and every bit pattern is a key and a value.
+        unsafe {
+            let count = (attr.batch.count as usize).min(room);
+            keys.set_len(count);
+            values.set_len(count);
+        }
+        keys.iter().zip(&values).for_each(|(key, value)| each(key, value));
+        if is_last {
+            return Ok(());
+        }
+        (from, first) = (to, false);
     }
 }
 

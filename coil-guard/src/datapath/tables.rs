@@ -1,25 +1,31 @@
 //! The maps that the agent writes: services, marks, heartbeat.
 
-use std::{collections::BTreeMap, fmt, net::IpAddr, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    net::IpAddr,
+    time::Duration,
+};
 
-use aya::maps::{Array, HashMap, MapData, MapError, PerCpuArray, PerCpuValues};
+use aya::maps::{Array, HashMap, IterableMap as _, MapData, MapError, PerCpuArray, PerCpuValues};
 use coil_guard_common::abi::{self, maps};
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::{
     Applied, DatapathError, MarkSnapshot, Remembered, ServiceSnapshot, Sizes,
     diff::{
-        HEARTBEAT_RENEWAL, HEARTBEAT_VALIDITY, MARK_RENEWAL, MarkKey, SERVICE_RENEWAL, mark_changes,
-        same_service, service_entry, service_key,
+        HEARTBEAT_RENEWAL, HEARTBEAT_VALIDITY, MARK_RENEWAL, MarkKey, READY_RENEWAL, Renewal,
+        SERVICE_RENEWAL, mark_changes, same_service, service_entry, service_key,
     },
     layout::Layout,
     own_maps::{map_error, own_maps},
     records::{EGRESSES, Egresses, full_or, is_absent, typed},
     report::{from_mapped, mode_from_abi, to_mapped},
+    snapshot::entries,
 };
 use crate::{
     clock::Monotonic,
-    plan::{Desired, EgressName, Keep, MarkState, ServiceAddress},
+    plan::{Changes, Desired, EgressName, Keep, MarkState, ServiceAddress},
 };
 
 /// Index of an Egress for which there is no room: its flows are guarded and not counted.
@@ -34,8 +40,13 @@ pub(crate) struct Tables {
     egresses: Egresses,
     have_services: BTreeMap<[u8; 20], abi::GuardedService>,
     have_marks: BTreeMap<MarkKey, abi::BackendMark>,
+    /// Of these, those that say something else than READY.
+    others: BTreeSet<MarkKey>,
     sizes: (u32, u32),
-    marks_renewed: Option<Monotonic>,
+    /// What is here was compared with a whole plan, and everything that differed was written.
+    as_planned: bool,
+    ready_renewed: Option<Monotonic>,
+    others_renewed: Option<Monotonic>,
     services_renewed: Option<Monotonic>,
     heartbeat_sent: Option<Monotonic>,
     /// As it was last written.
@@ -76,20 +87,20 @@ impl Tables {
             egresses: Egresses::new(take(EGRESSES))?,
             have_services: BTreeMap::new(),
             have_marks: BTreeMap::new(),
+            others: BTreeSet::new(),
             sizes,
-            marks_renewed: None,
+            as_planned: false,
+            ready_renewed: None,
+            others_renewed: None,
             services_renewed: None,
             heartbeat_sent: None,
             agent_state: abi::AgentState::new_zeroed(),
         };
         tables.agent_state = tables.agent.get(&0, 0).map_err(map_error("read", maps::AGENT))?;
-        for entry in &tables.services {
-            let (key, value) = entry.map_err(map_error("read", maps::GUARDED_SERVICES))?;
-            tables.have_services.insert(key_bytes(&key), value);
-        }
-        for entry in &tables.marks {
-            let (key, value) = entry.map_err(map_error("read", maps::BACKEND_MARKS))?;
-            tables.have_marks.insert(key, value);
+        let have = entries(tables.services.map(), maps::GUARDED_SERVICES)?;
+        tables.have_services = have.into_iter().map(|(key, value)| (key_bytes(&key), value)).collect();
+        for (key, value) in entries(tables.marks.map(), maps::BACKEND_MARKS)? {
+            tables.have_mark(key, Some(value));
         }
         Ok((tables, warnings))
     }
@@ -119,10 +130,28 @@ impl Tables {
     /// Writes what differs. The order is such that at no time a flow is worse off than before or after: backends are
     /// known before the service that makes the program look at them, READY ones first, and forgotten after it; the
     /// heartbeat, which says that the READY marks are complete, comes when they are, and is taken back when they are not.
-    pub(crate) fn apply(&mut self, desired: &Desired, now: Monotonic) -> Applied {
+    ///
+    /// `changes` are what differs from the last plan, or none where everything is to be looked at.
+    pub(crate) fn apply(&mut self, desired: &Desired, changes: Option<&Changes>, now: Monotonic) -> Applied {
         let mut applied = Applied::default();
-        let renew_marks = desired.complete && due(self.marks_renewed, MARK_RENEWAL, now);
-        let changes = mark_changes(&self.have_marks, &desired.marks, renew_marks, now);
+        let changes_only = changes.filter(|_| self.as_planned);
+        let renewal = Renewal {
+            ready: desired.complete && due(self.ready_renewed, READY_RENEWAL, now),
+            others: desired.complete && due(self.others_renewed, MARK_RENEWAL, now),
+        };
+        let mut among: BTreeSet<IpAddr> = match changes_only {
+            Some(changes) if !renewal.ready => changes.marks.keys().copied().collect(),
+            _ => desired
+                .marks
+                .keys()
+                .copied()
+                .chain(self.have_marks.keys().map(|key| from_mapped(*key)))
+                .collect(),
+        };
+        if renewal.others {
+            among.extend(self.others.iter().map(|key| from_mapped(*key)));
+        }
+        let changes = mark_changes(&self.have_marks, &desired.marks, &among, renewal, now);
         let mut complete = true;
         // Before the first other mark: the program does not look for one while this stands.
         let others = changes.put.iter().any(|(_, entry)| entry.state != abi::mark::READY);
@@ -147,24 +176,29 @@ impl Tables {
         if !complete {
             self.take_back_heartbeat(&mut applied);
         }
-        self.apply_services(desired, now, &mut applied);
+        let renew_services = desired.complete && due(self.services_renewed, SERVICE_RENEWAL, now);
+        if renew_services || changes_only.is_none_or(|changes| changes.services.is_some()) {
+            self.apply_services(desired, renew_services, now, &mut applied);
+        }
         for key in changes.remove {
             match self.marks.remove(&key) {
                 Err(error) if !is_absent(&error) => {
                     applied.errors.push(map_error("remove from", maps::BACKEND_MARKS)(error));
                 }
                 _ => {
-                    self.have_marks.remove(&key);
+                    self.have_mark(key, None);
                     applied.writes += 1;
                 }
             }
         }
-        let only_ready = self.have_marks.values().all(|entry| entry.state == abi::mark::READY);
-        if let Err(error) = self.set_only_ready(only_ready) {
+        if let Err(error) = self.set_only_ready(self.others.is_empty()) {
             applied.errors.push(error);
         }
-        if renew_marks && complete {
-            self.marks_renewed = Some(now);
+        if renewal.ready && complete {
+            self.ready_renewed = Some(now);
+        }
+        if renewal.others && complete {
+            self.others_renewed = Some(now);
         }
         if desired.complete && complete && due(self.heartbeat_sent, HEARTBEAT_RENEWAL, now) {
             match self.set_heartbeat(now.saturating_add(HEARTBEAT_VALIDITY)) {
@@ -175,8 +209,25 @@ impl Tables {
                 Err(error) => applied.errors.push(error),
             }
         }
+        if changes_only.is_none() {
+            // As a whole, so that its nodes are full.
+            self.have_marks = std::mem::take(&mut self.have_marks).into_iter().collect();
+        }
+        self.as_planned = applied.errors.is_empty();
         applied.renew_by = now.saturating_add(HEARTBEAT_RENEWAL);
         applied
+    }
+
+    /// Remembers what a mark's place holds.
+    fn have_mark(&mut self, key: MarkKey, entry: Option<abi::BackendMark>) {
+        match entry {
+            Some(entry) if entry.state != abi::mark::READY => drop(self.others.insert(key)),
+            _ => drop(self.others.remove(&key)),
+        }
+        match entry {
+            Some(entry) => drop(self.have_marks.insert(key, entry)),
+            None => drop(self.have_marks.remove(&key)),
+        }
     }
 
     fn put_mark(&mut self, address: IpAddr, entry: abi::BackendMark) -> Result<(), DatapathError> {
@@ -185,12 +236,11 @@ impl Tables {
             let what = || format!("the mark of backend {address}");
             full_or(error, maps::BACKEND_MARKS, self.sizes.1, what, "--map-marks")
         })?;
-        self.have_marks.insert(key, entry);
+        self.have_mark(key, Some(entry));
         Ok(())
     }
 
-    fn apply_services(&mut self, desired: &Desired, now: Monotonic, applied: &mut Applied) {
-        let renew = desired.complete && due(self.services_renewed, SERVICE_RENEWAL, now);
+    fn apply_services(&mut self, desired: &Desired, renew: bool, now: Monotonic, applied: &mut Applied) {
         let mut wanted = BTreeMap::new();
         for (address, service) in &desired.services {
             let key = service_key(*address);

@@ -87,7 +87,7 @@ pub(super) fn read_client(annotations: &BTreeMap<String, String>) -> BTreeSet<Eg
     let mut egresses = BTreeSet::new();
     for (key, value) in annotations {
         if let Some(namespace) = key.strip_prefix(EGRESS_PREFIX) {
-            let name = |name: &str| EgressName { namespace: namespace.to_owned(), name: name.to_owned() };
+            let name = |name: &str| EgressName { namespace: namespace.into(), name: name.into() };
             egresses.extend(value.split(',').map(name));
         }
     }

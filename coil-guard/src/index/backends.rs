@@ -10,10 +10,13 @@ use std::{
     time::Duration,
 };
 
-use super::objects::{EgressPod, Endpoint, ObjectName};
+use super::{
+    Uid,
+    objects::{EgressPod, Endpoint, ObjectName},
+};
 use crate::{
     clock::Monotonic,
-    plan::{MarkState, PodUid, Recovered},
+    plan::{MarkState, Recovered},
 };
 
 /// An endpoint that moves from one slice to another may be in neither for a moment. A pod that is alive and selected is
@@ -29,7 +32,7 @@ pub struct BackendKey {
     /// The address.
     pub address: IpAddr,
     /// UID of the pod; `None` for an endpoint without one, and for an address that only Cilium knows.
-    pub pod: Option<PodUid>,
+    pub pod: Option<Uid>,
 }
 
 /// State of a backend.
@@ -65,17 +68,17 @@ pub type Backends = BTreeMap<BackendKey, Backend>;
 
 /// Egress pods by UID, and those that are known to be no more.
 pub(super) struct Pods<'a> {
-    pub(super) by_uid: &'a BTreeMap<PodUid, ObjectName>,
+    pub(super) by_uid: &'a BTreeMap<Uid, ObjectName>,
     pub(super) by_name: &'a BTreeMap<ObjectName, EgressPod>,
-    pub(super) deleted: &'a BTreeMap<PodUid, Monotonic>,
+    pub(super) deleted: &'a BTreeMap<Uid, Monotonic>,
 }
 
 impl Pods<'_> {
-    fn get(&self, uid: Option<&PodUid>) -> Option<&EgressPod> {
+    pub(super) fn get(&self, uid: Option<&Uid>) -> Option<&EgressPod> {
         self.by_name.get(self.by_uid.get(uid?)?)
     }
 
-    fn has_ended(&self, uid: Option<&PodUid>) -> bool {
+    fn has_ended(&self, uid: Option<&Uid>) -> bool {
         uid.is_some_and(|uid| self.deleted.contains_key(uid)) || self.get(uid).is_some_and(|pod| pod.finished)
     }
 }
@@ -100,14 +103,14 @@ pub(super) fn observe<'a>(
     now: Monotonic,
 ) -> Backends {
     let mut listed: BTreeMap<BackendKey, Conditions> = BTreeMap::new();
-    let mut by_pod: BTreeMap<&PodUid, Conditions> = BTreeMap::new();
+    let mut by_pod: BTreeMap<&Uid, Conditions> = BTreeMap::new();
     let join = |conditions: &mut Conditions, endpoint: &Endpoint| {
         conditions.ready |= endpoint.ready;
         conditions.serving |= endpoint.serving;
         conditions.terminating |= endpoint.terminating;
     };
     for endpoint in endpoints {
-        for address in &endpoint.addresses {
+        for address in endpoint.addresses.iter() {
             join(
                 listed.entry(BackendKey { address: *address, pod: endpoint.pod.clone() }).or_default(),
                 endpoint,
@@ -117,23 +120,25 @@ pub(super) fn observe<'a>(
             join(by_pod.entry(uid).or_default(), endpoint);
         }
     }
-    for (uid, conditions) in by_pod {
-        let pod = pods.get(Some(uid));
+    for (uid, conditions) in &by_pod {
         // The slices of the two families are written one after the other: what one of them says of a leaving pod holds
-        // for every address of the pod.
-        if let Some(pod) = pod.filter(|pod| pod.deleting || conditions.terminating) {
-            for address in &pod.addresses {
-                listed.entry(BackendKey { address: *address, pod: Some(uid.clone()) }).or_default();
+        // for every address of the pod. Of one that has ended only what it was known to have counts.
+        let is_leaving = |pod: &&EgressPod| !pod.finished && (pod.deleting || conditions.terminating);
+        if let Some(pod) = pods.get(Some(uid)).filter(is_leaving) {
+            for address in pod.addresses.iter() {
+                listed.entry(BackendKey { address: *address, pod: Some((*uid).clone()) }).or_default();
             }
         }
-        for (_, of_key) in listed.iter_mut().filter(|(key, _)| key.pod.as_ref() == Some(uid)) {
-            *of_key = conditions;
+    }
+    for (key, of_key) in &mut listed {
+        if let Some(conditions) = key.pod.as_ref().and_then(|uid| by_pod.get(uid)) {
+            *of_key = *conditions;
         }
     }
 
-    let mut backends = Backends::new();
     let keys: BTreeSet<&BackendKey> = listed.keys().chain(previous.keys()).collect();
-    for key in keys {
+    // Collected, and not inserted one by one, so that the map's nodes are full.
+    let of_key = |key: &BackendKey| {
         let pod = pods.get(key.pod.as_ref());
         let before = previous.get(key);
         let state = match listed.get(key) {
@@ -152,8 +157,9 @@ pub(super) fn observe<'a>(
             serving: listed.get(key).is_some_and(|conditions| conditions.serving),
             grace: pod.map_or_else(|| before.map_or(DEFAULT_GRACE, |before| before.grace), |pod| pod.grace),
         };
-        backends.insert(key.clone(), backend);
-    }
+        (key.clone(), backend)
+    };
+    let mut backends: Backends = keys.into_iter().map(of_key).collect();
     align_leaving(&mut backends);
     drop_superseded(&mut backends);
     backends
@@ -195,7 +201,7 @@ fn since(
 
 /// All addresses of a leaving pod began to leave with the first of them.
 fn align_leaving(backends: &mut Backends) {
-    let mut first: BTreeMap<PodUid, Monotonic> = BTreeMap::new();
+    let mut first: BTreeMap<Uid, Monotonic> = BTreeMap::new();
     let is_leaving = |backend: &Backend| backend.state == BackendState::Leaving;
     for (key, backend) in backends.iter().filter(|(_, backend)| is_leaving(backend)) {
         if let Some(uid) = &key.pod {

@@ -7,31 +7,47 @@
 //! * an endpoint belongs to the pod with its `targetRef.uid`;
 //! * a client pod names its Egresses in its annotations.
 
+mod addresses;
 mod annotations;
+mod api;
 mod backends;
 mod cilium;
+mod names;
 mod objects;
 mod parse;
+#[cfg(test)]
+mod properties;
+mod refresh;
 #[cfg(test)]
 pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
+mod uid;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    mem,
     net::IpAddr,
 };
 
+pub use addresses::Addresses;
 pub use annotations::{
     DRAIN_TIMEOUT, EGRESS_PREFIX, MODE, NOT_READY_AFTER, parse_mode, parse_not_ready_after,
 };
+pub use api::*;
 pub use backends::{Backend, BackendKey, BackendState, Backends, SETTLE};
+pub use cilium::SUSPECT;
 pub use objects::*;
 pub use parse::*;
+pub use uid::Uid;
 
+use self::{
+    names::Names,
+    refresh::{Group, listed_differently},
+};
 use crate::{
     clock::Monotonic,
-    plan::{EgressName, PodUid, Recovered},
+    plan::{EgressName, Recovered},
 };
 
 /// A local pod, and the Egresses that it named earlier: taking the annotation away leaves the tunnel in the pod.
@@ -43,22 +59,40 @@ pub struct Local {
     pub before: BTreeSet<EgressName>,
 }
 
+/// What has changed, for the plan.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Touched {
+    /// An Egress or a Service.
+    pub configuration: bool,
+    /// A pod of this node.
+    pub local: bool,
+    /// An egress pod: it came, went, or is another Egress's now.
+    pub egress_pods: bool,
+    /// Backends that came, changed or went: their addresses, by Egress.
+    pub backends: BTreeMap<ObjectName, BTreeSet<IpAddr>>,
+}
+
 /// The joined state of the watches.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Index {
+    names: Names,
     egresses: BTreeMap<ObjectName, Egress>,
     services: BTreeMap<ObjectName, Service>,
     slices: BTreeMap<ObjectName, Slice>,
     slices_of: BTreeMap<ObjectName, BTreeSet<ObjectName>>,
     pods: BTreeMap<ObjectName, EgressPod>,
-    pods_by_uid: BTreeMap<PodUid, ObjectName>,
+    pods_by_uid: BTreeMap<Uid, ObjectName>,
     local: BTreeMap<ObjectName, Local>,
     backends: BTreeMap<ObjectName, Backends>,
+    /// Of the backends, those that are in no slice any more: forgotten once Cilium has forgotten them.
+    lingering: BTreeSet<(ObjectName, BackendKey)>,
+    lingered: u64,
     /// Pods seen to go, whose endpoints a slice may still list. Kept for a while.
-    deleted: BTreeMap<PodUid, Monotonic>,
+    deleted: BTreeMap<Uid, Monotonic>,
     recovered: BTreeMap<IpAddr, Recovered>,
     /// Addresses that Cilium has and no slice lists, and since when.
     suspects: BTreeMap<(ObjectName, IpAddr), Monotonic>,
+    touched: Touched,
 }
 
 /// Applies a change to a map and tells `each` of every object that came, changed or went.
@@ -80,6 +114,13 @@ fn change<T: PartialEq>(
         Change::Delete(name) => {
             if let Some(old) = map.remove(&name) {
                 each(&name, Some(old), None);
+            }
+        }
+        // Made as a whole a map has full nodes, and the largest ones are made so.
+        Change::Reset(objects) if map.is_empty() => {
+            *map = objects.into_iter().filter_map(|(name, new)| Some((name, new?))).collect();
+            for (name, new) in &*map {
+                each(name, None, Some(new));
             }
         }
         Change::Reset(objects) => {
@@ -106,48 +147,62 @@ impl Index {
     }
 
     /// Takes in a change.
-    pub fn update(&mut self, update: Update, now: Monotonic) {
-        let mut touched = BTreeSet::new();
+    pub fn update(&mut self, mut update: Update, now: Monotonic) {
+        self.names.share(&mut update);
+        let mut groups: BTreeMap<ObjectName, Group> = BTreeMap::new();
+        let touched = &mut self.touched;
         match update {
-            Update::Egress(egress) => change(&mut self.egresses, egress, |_, _, _| {}),
-            Update::Service(service) => change(&mut self.services, service, |_, _, _| {}),
+            Update::Egress(egress) => {
+                change(&mut self.egresses, egress, |_, _, _| touched.configuration = true);
+            }
+            Update::Service(service) => {
+                change(&mut self.services, service, |_, _, _| touched.configuration = true);
+            }
             Update::Slice(slice) => {
                 let slices_of = &mut self.slices_of;
                 change(&mut self.slices, slice, |name, old, new| {
-                    if let Some(old) = old {
-                        if let Some(slices) = slices_of.get_mut(&old.service) {
-                            slices.remove(name);
-                            if slices.is_empty() {
-                                slices_of.remove(&old.service);
-                            }
+                    listed_differently(old.as_ref(), new, &mut groups);
+                    if let Some(old) = old
+                        && let Some(slices) = slices_of.get_mut(&old.service)
+                    {
+                        slices.remove(name);
+                        if slices.is_empty() {
+                            slices_of.remove(&old.service);
                         }
-                        touched.insert(old.service);
                     }
                     if let Some(new) = new {
                         slices_of.entry(new.service.clone()).or_default().insert(name.clone());
-                        touched.insert(new.service.clone());
                     }
                 });
             }
-            Update::EgressPod(pod) => self.update_pod(pod, &mut touched, now),
+            Update::EgressPod(pod) => self.update_pod(pod, &mut groups, now),
             Update::LocalPod(pod) => self.update_local(pod),
         }
-        for egress in touched {
-            self.refresh(egress, now);
+        for (egress, group) in groups {
+            self.refresh(egress, group, now);
         }
     }
 
-    fn update_pod(&mut self, pod: Change<EgressPod>, touched: &mut BTreeSet<ObjectName>, now: Monotonic) {
+    fn update_pod(
+        &mut self,
+        pod: Change<EgressPod>,
+        groups: &mut BTreeMap<ObjectName, Group>,
+        now: Monotonic,
+    ) {
+        let is_list = matches!(pod, Change::Reset(_));
         let (by_uid, deleted, backends) = (&mut self.pods_by_uid, &mut self.deleted, &self.backends);
+        let touched = &mut self.touched;
         change(&mut self.pods, pod, |name, old, new| {
+            let join = |pod: Option<&EgressPod>| pod.map(|pod| (pod.uid.clone(), pod.egress.clone()));
+            touched.egress_pods |= join(old.as_ref()) != join(new);
             for pod in old.iter().chain(new) {
+                let mut touch = |egress: &ObjectName| {
+                    groups.entry(egress.clone()).or_default().add_pod(&pod.uid);
+                };
                 match &pod.egress {
-                    Some(egress) => drop(touched.insert(egress.clone())),
+                    Some(egress) => touch(egress),
                     // Without the label, whichever Service of the namespace selects it.
-                    None => {
-                        touched
-                            .extend(backends.keys().filter(|key| key.namespace == name.namespace).cloned());
-                    }
+                    None => backends.keys().filter(|key| key.namespace == name.namespace).for_each(touch),
                 }
             }
             if let Some(old) = old.filter(|old| new.is_none_or(|new| new.uid != old.uid)) {
@@ -159,6 +214,10 @@ impl Index {
                 deleted.remove(&new.uid);
             }
         });
+        if is_list {
+            // As a whole, so that its nodes are full.
+            self.pods_by_uid = self.pods.iter().map(|(name, pod)| (pod.uid.clone(), name.clone())).collect();
+        }
     }
 
     fn update_local(&mut self, pod: Change<LocalPod>) {
@@ -187,23 +246,13 @@ impl Index {
                     .collect(),
             ),
         };
-        change(&mut self.local, with_past, |_, _, _| {});
+        let touched = &mut self.touched;
+        change(&mut self.local, with_past, |_, _, _| touched.local = true);
     }
 
-    /// Works out the backends of a Service anew.
-    fn refresh(&mut self, egress: ObjectName, now: Monotonic) {
-        let slices =
-            self.slices_of.get(&egress).into_iter().flatten().filter_map(|name| self.slices.get(name));
-        let endpoints = slices.flat_map(|slice| &slice.endpoints);
-        let pods = backends::Pods { by_uid: &self.pods_by_uid, by_name: &self.pods, deleted: &self.deleted };
-        let none = Backends::new();
-        let previous = self.backends.get(&egress).unwrap_or(&none);
-        let backends = backends::observe(&egress, previous, endpoints, &pods, &self.recovered, now);
-        if backends.is_empty() {
-            self.backends.remove(&egress);
-        } else {
-            self.backends.insert(egress, backends);
-        }
+    /// What has changed since this was last asked.
+    pub fn take_touched(&mut self) -> Touched {
+        mem::take(&mut self.touched)
     }
 
     /// Every Egress.
@@ -223,9 +272,23 @@ impl Index {
         self.backends.get(egress).into_iter().flatten()
     }
 
+    /// The backends of an Egress at one address: pods that had it one after the other.
+    pub fn backends_at(
+        &self,
+        egress: &EgressName,
+        address: IpAddr,
+    ) -> impl Iterator<Item = (&BackendKey, &Backend)> {
+        let from = BackendKey { address, pod: None };
+        self.backends
+            .get(egress)
+            .into_iter()
+            .flat_map(move |backends| backends.range(from.clone()..))
+            .take_while(move |(key, _)| key.address == address)
+    }
+
     /// An egress pod, by UID.
     #[must_use]
-    pub fn egress_pod(&self, uid: &PodUid) -> Option<(&ObjectName, &EgressPod)> {
+    pub fn egress_pod(&self, uid: &Uid) -> Option<(&ObjectName, &EgressPod)> {
         self.pods.get_key_value(self.pods_by_uid.get(uid)?)
     }
 

@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeSet, fmt, net::IpAddr, time::Duration};
 
+use super::{Addresses, Uid};
 use crate::plan::{EgressName, Mode, PodUid};
 
 /// Namespace and name of any object. An Egress and its Service share theirs, so one type serves all kinds.
@@ -82,12 +83,12 @@ pub struct Slice {
 }
 
 /// An endpoint of a slice, its conditions with the API's defaults applied.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Endpoint {
     /// Its addresses, of the slice's family.
-    pub addresses: Box<[IpAddr]>,
+    pub addresses: Addresses,
     /// UID of the pod behind it, if it is a pod.
-    pub pod: Option<PodUid>,
+    pub pod: Option<Uid>,
     /// May get new flows.
     pub ready: bool,
     /// Passes its readiness probe, terminating or not.
@@ -100,11 +101,11 @@ pub struct Endpoint {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EgressPod {
     /// Its UID.
-    pub uid: PodUid,
+    pub uid: Uid,
     /// The Egress that its labels name.
     pub egress: Option<ObjectName>,
     /// `status.podIPs`, in order. There is one of these for each egress pod of the cluster, so it is kept small.
-    pub addresses: Box<[IpAddr]>,
+    pub addresses: Addresses,
     /// Phase Succeeded or Failed: never a backend, whoever uses its address now.
     pub finished: bool,
     /// Its Ready condition.

@@ -6,24 +6,16 @@ use std::{
     time::Duration,
 };
 
-use k8s_openapi::{
-    api::{
-        core::v1::{Pod, PodSpec, Service as ApiService},
-        discovery::v1::EndpointSlice,
-    },
-    apimachinery::pkg::apis::meta::v1::ObjectMeta,
-};
-use serde::Deserialize;
+use k8s_openapi::jiff::Timestamp;
 
 use super::{
     annotations,
+    api::{ApiConditions, ApiEgress, ApiPod, ApiPodSpec, ApiService, ApiSlice, Metadata},
     objects::{Egress, EgressPod, Endpoint, LocalPod, ObjectName, Service, Slice},
 };
 
 /// The label that says to which Service a slice belongs.
 const SERVICE_LABEL: &str = "kubernetes.io/service-name";
-/// The label that says to which Egress a pod belongs.
-const INSTANCE_LABEL: &str = "app.kubernetes.io/instance";
 /// The container of an egress pod that forwards.
 const EGRESS_CONTAINER: &str = "egress";
 /// What the API server fills in when a pod spec names none.
@@ -45,40 +37,9 @@ pub struct Malformed {
     pub problem: String,
 }
 
-/// An Egress as the API has it, as far as it matters here.
-#[derive(Clone, Debug, Default, Deserialize)]
-pub struct ApiEgress {
-    /// The usual.
-    #[serde(default)]
-    pub metadata: ObjectMeta,
-    /// The part of the specification that matters.
-    #[serde(default)]
-    pub spec: ApiEgressSpec,
-}
-
-/// See [`ApiEgress::spec`].
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(rename_all = "camelCase")]
-pub struct ApiEgressSpec {
-    /// Whether each inner flow has its own outer source port.
-    #[serde(default)]
-    pub fou_source_port_auto: Option<bool>,
-    /// The pods' template.
-    #[serde(default)]
-    pub template: Option<ApiTemplate>,
-}
-
-/// See [`ApiEgressSpec::template`].
-#[derive(Clone, Debug, Default, Deserialize)]
-pub struct ApiTemplate {
-    /// The pods' specification.
-    #[serde(default)]
-    pub spec: Option<PodSpec>,
-}
-
 struct Subject<'a> {
     kind: &'static str,
-    metadata: &'a ObjectMeta,
+    metadata: &'a Metadata,
 }
 
 impl Subject<'_> {
@@ -94,16 +55,16 @@ impl Subject<'_> {
 
     fn name(&self) -> Result<ObjectName, Malformed> {
         Ok(ObjectName {
-            namespace: self.required("metadata.namespace", self.metadata.namespace.as_deref())?.to_owned(),
-            name: self.required("metadata.name", self.metadata.name.as_deref())?.to_owned(),
+            namespace: self.required("metadata.namespace", self.metadata.namespace.as_deref())?.into(),
+            name: self.required("metadata.name", self.metadata.name.as_deref())?.into(),
         })
     }
 
-    fn uid(&self) -> Result<String, Malformed> {
-        self.required("metadata.uid", self.metadata.uid.as_deref()).map(str::to_owned)
+    fn uid(&self) -> Result<&str, Malformed> {
+        self.required("metadata.uid", self.metadata.uid.as_deref())
     }
 
-    fn required<'a>(&self, field: &str, value: Option<&'a str>) -> Result<&'a str, Malformed> {
+    fn required<'b>(&self, field: &str, value: Option<&'b str>) -> Result<&'b str, Malformed> {
         value
             .filter(|value| !value.is_empty())
             .ok_or_else(|| self.malformed(field, "a value is expected, there is none"))
@@ -114,9 +75,9 @@ impl Subject<'_> {
             .map_err(|_| self.malformed(field(), format!("an IP address is expected, found {text:?}")))
     }
 
-    fn pod_addresses(&self, pod: &Pod) -> Result<BTreeSet<IpAddr>, Malformed> {
+    fn pod_addresses(&self, pod: &ApiPod) -> Result<BTreeSet<IpAddr>, Malformed> {
         let Some(status) = &pod.status else { return Ok(BTreeSet::new()) };
-        let listed = status.pod_ips.iter().flatten().map(|ip| ip.ip.as_str());
+        let listed = status.pod_ips.iter().flatten().filter_map(|ip| ip.ip.as_deref());
         // podIPs repeats podIP; only the latter may be there on objects written by other tools.
         let texts = listed.chain(status.pod_ip.as_deref()).filter(|text| !text.is_empty());
         texts.map(|text| self.address(|| "status.podIPs".into(), text)).collect()
@@ -142,9 +103,9 @@ pub fn egress(object: &ApiEgress) -> Result<(ObjectName, Egress), Malformed> {
     Ok((subject.name()?, egress))
 }
 
-fn has_pre_stop(spec: &PodSpec) -> bool {
-    spec.containers.iter().any(|container| {
-        container.name == EGRESS_CONTAINER
+fn has_pre_stop(spec: &ApiPodSpec) -> bool {
+    spec.containers.iter().flatten().any(|container| {
+        container.name.as_deref() == Some(EGRESS_CONTAINER)
             && container.lifecycle.as_ref().is_some_and(|lifecycle| lifecycle.pre_stop.is_some())
     })
 }
@@ -170,7 +131,7 @@ pub fn service(object: &ApiService, fou_port: u16) -> Result<(ObjectName, Servic
         .map(|text| subject.address(|| "spec.clusterIPs".into(), text))
         .collect::<Result<BTreeSet<_>, _>>()?;
     let udp = spec.ports.iter().flatten().filter(|port| port.protocol.as_deref() == Some("UDP"));
-    let ports: Vec<i32> = udp.map(|port| port.port).collect();
+    let ports: Vec<i32> = udp.filter_map(|port| port.port).collect();
     if !ports.contains(&i32::from(fou_port)) {
         let problem = format!(
             "UDP port {fou_port} is expected, found UDP ports {ports:?}; --fou-port must be the port that coild and \
@@ -186,13 +147,12 @@ pub fn service(object: &ApiService, fou_port: u16) -> Result<(ObjectName, Servic
 /// # Errors
 ///
 /// A field that it cannot do without is missing or wrong.
-pub fn slice(object: &EndpointSlice, fou_port: u16) -> Result<(ObjectName, Slice), Malformed> {
+pub fn slice(object: &ApiSlice, fou_port: u16) -> Result<(ObjectName, Slice), Malformed> {
     let subject = Subject { kind: "EndpointSlice", metadata: &object.metadata };
     let name = subject.name()?;
-    let label = object.metadata.labels.as_ref().and_then(|labels| labels.get(SERVICE_LABEL));
-    let service =
-        subject.required(&format!("metadata.labels[{SERVICE_LABEL}]"), label.map(String::as_str))?;
-    let service = ObjectName { namespace: name.namespace.clone(), name: service.to_owned() };
+    let label = object.metadata.labels.as_ref().and_then(|labels| labels.service.as_deref());
+    let service = subject.required(&format!("metadata.labels[{SERVICE_LABEL}]"), label)?;
+    let service = ObjectName { namespace: name.namespace.clone(), name: service.into() };
     let serves_fou = object
         .ports
         .iter()
@@ -200,23 +160,22 @@ pub fn slice(object: &EndpointSlice, fou_port: u16) -> Result<(ObjectName, Slice
         .any(|port| port.protocol.as_deref() == Some("UDP") && port.port == Some(i32::from(fou_port)));
     let mut endpoints = Vec::new();
     if serves_fou {
-        endpoints.reserve_exact(object.endpoints.len());
-        for (index, endpoint) in object.endpoints.iter().enumerate() {
+        let listed = object.endpoints.as_deref().unwrap_or_default();
+        endpoints.reserve_exact(listed.len());
+        for (index, endpoint) in listed.iter().enumerate() {
             let address = |text: &String| subject.address(|| format!("endpoints[{index}].addresses"), text);
             let conditions = endpoint.conditions.as_ref();
-            let condition =
-                |get: fn(&k8s_openapi::api::discovery::v1::EndpointConditions) -> Option<bool>| {
-                    conditions.and_then(get)
-                };
+            let condition = |get: fn(&ApiConditions) -> Option<bool>| conditions.and_then(get);
             // Unset means true for ready and, to Cilium, "as ready" for serving.
             let ready = condition(|conditions| conditions.ready).unwrap_or(true);
             let target = endpoint.target_ref.as_ref();
             endpoints.push(Endpoint {
-                addresses: endpoint.addresses.iter().map(address).collect::<Result<_, _>>()?,
+                addresses: endpoint.addresses.iter().flatten().map(address).collect::<Result<_, _>>()?,
                 pod: target
                     .filter(|target| target.kind.as_deref() == Some("Pod"))
-                    .and_then(|target| target.uid.clone())
-                    .filter(|uid| !uid.is_empty()),
+                    .and_then(|target| target.uid.as_deref())
+                    .filter(|uid| !uid.is_empty())
+                    .map(Into::into),
                 ready,
                 serving: condition(|conditions| conditions.serving).unwrap_or(ready),
                 terminating: condition(|conditions| conditions.terminating).unwrap_or(false),
@@ -226,7 +185,7 @@ pub fn slice(object: &EndpointSlice, fou_port: u16) -> Result<(ObjectName, Slice
     Ok((name, Slice { service, endpoints }))
 }
 
-fn is_finished(pod: &Pod) -> bool {
+fn is_finished(pod: &ApiPod) -> bool {
     let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
     matches!(phase, Some("Succeeded" | "Failed"))
 }
@@ -236,22 +195,22 @@ fn is_finished(pod: &Pod) -> bool {
 /// # Errors
 ///
 /// A field that it cannot do without is missing or wrong.
-pub fn egress_pod(object: &Pod) -> Result<(ObjectName, EgressPod), Malformed> {
+pub fn egress_pod(object: &ApiPod) -> Result<(ObjectName, EgressPod), Malformed> {
     let subject = Subject { kind: "Pod", metadata: &object.metadata };
     let name = subject.name()?;
-    let instance = object.metadata.labels.as_ref().and_then(|labels| labels.get(INSTANCE_LABEL));
+    let instance = object.metadata.labels.as_ref().and_then(|labels| labels.instance.as_deref());
     let conditions = object.status.iter().flat_map(|status| status.conditions.iter().flatten());
     let of_deletion = object.metadata.deletion_grace_period_seconds;
     let of_spec = object.spec.as_ref().and_then(|spec| spec.termination_grace_period_seconds);
     let pod = EgressPod {
-        uid: subject.uid()?,
+        uid: subject.uid()?.into(),
         egress: instance
-            .map(|instance| ObjectName { namespace: name.namespace.clone(), name: instance.clone() }),
+            .map(|instance| ObjectName { namespace: name.namespace.clone(), name: instance.into() }),
         addresses: subject.pod_addresses(object)?.into_iter().collect(),
         finished: is_finished(object),
-        ready: conditions
-            .into_iter()
-            .any(|condition| condition.type_ == "Ready" && condition.status == "True"),
+        ready: conditions.into_iter().any(|condition| {
+            condition.kind.as_deref() == Some("Ready") && condition.status.as_deref() == Some("True")
+        }),
         deleting: object.metadata.deletion_timestamp.is_some(),
         grace: of_deletion.or(of_spec).map_or(DEFAULT_GRACE, seconds),
     };
@@ -263,18 +222,23 @@ pub fn egress_pod(object: &Pod) -> Result<(ObjectName, EgressPod), Malformed> {
 /// # Errors
 ///
 /// A field that it cannot do without is missing or wrong.
-pub fn local_pod(object: &Pod) -> Result<(ObjectName, Option<LocalPod>), Malformed> {
+pub fn local_pod(object: &ApiPod) -> Result<(ObjectName, Option<LocalPod>), Malformed> {
     let subject = Subject { kind: "Pod", metadata: &object.metadata };
     let name = subject.name()?;
     if object.spec.as_ref().and_then(|spec| spec.host_network) == Some(true) {
         return Ok((name, None));
     }
+    let created = object.metadata.creation_timestamp.as_deref().map(|text| {
+        text.parse::<Timestamp>().map_err(|_| {
+            subject.malformed("metadata.creationTimestamp", format!("a time is expected, found {text:?}"))
+        })
+    });
     let pod = LocalPod {
-        uid: subject.uid()?,
+        uid: subject.uid()?.to_owned(),
         addresses: subject.pod_addresses(object)?,
         finished: is_finished(object),
         deleting: object.metadata.deletion_timestamp.is_some(),
-        created: object.metadata.creation_timestamp.as_ref().map_or(0, |time| time.0.as_second()),
+        created: created.transpose()?.map_or(0, Timestamp::as_second),
         egresses: annotations::read_client(object.metadata.annotations.as_ref().unwrap_or(&BTreeMap::new())),
     };
     Ok((name, Some(pod)))

@@ -2,13 +2,10 @@
 
 use std::net::IpAddr;
 
-use k8s_openapi::api::{
-    core::v1::{Pod, Service as ApiService},
-    discovery::v1::EndpointSlice,
-};
 use serde_json::{Value, json};
 
 use super::*;
+use crate::plan::{CiliumView, ServiceAddress};
 
 /// Namespace of everything Egress.
 pub(crate) const NAMESPACE: &str = "net";
@@ -69,7 +66,7 @@ pub(crate) fn endpoint(address: &str, uid: &str, conditions: &str) -> Value {
 }
 
 /// A slice of a Service. No endpoints are sent as `null`, and then without ports, as the API server does it.
-pub(crate) fn api_slice(name: &str, service: &str, endpoints: &[Value]) -> EndpointSlice {
+pub(crate) fn api_slice(name: &str, service: &str, endpoints: &[Value]) -> ApiSlice {
     let ports =
         if endpoints.is_empty() { Value::Null } else { json!([{"port": FOU_PORT, "protocol": "UDP"}]) };
     let endpoints = if endpoints.is_empty() { Value::Null } else { json!(endpoints) };
@@ -84,7 +81,7 @@ pub(crate) fn api_slice(name: &str, service: &str, endpoints: &[Value]) -> Endpo
 }
 
 /// An egress pod, Running and Ready, changed by `patch`.
-pub(crate) fn api_egress_pod(uid: &str, addresses: &[&str], patch: &Value) -> Pod {
+pub(crate) fn api_egress_pod(uid: &str, addresses: &[&str], patch: &Value) -> ApiPod {
     let ips: Vec<Value> = addresses.iter().map(|address| json!({"ip": address})).collect();
     let mut pod = json!({
         "metadata": {
@@ -107,7 +104,7 @@ pub(crate) fn deleted(grace: i64) -> Value {
 }
 
 /// A client pod with Coil's annotation.
-pub(crate) fn api_client(name: &str, address: &str, egresses: &str, patch: &Value) -> Pod {
+pub(crate) fn api_client(name: &str, address: &str, egresses: &str, patch: &Value) -> ApiPod {
     let mut pod = json!({
         "metadata": {
             "namespace": "app", "name": name, "uid": format!("uid-{name}"),
@@ -149,12 +146,12 @@ impl Index {
         self.update(Update::Service(Change::Apply(name, service)), now);
     }
 
-    pub(crate) fn slice_is(&mut self, object: &EndpointSlice, now: Monotonic) {
+    pub(crate) fn slice_is(&mut self, object: &ApiSlice, now: Monotonic) {
         let (name, slice) = slice(object, FOU_PORT).unwrap();
         self.update(Update::Slice(Change::Apply(name, slice)), now);
     }
 
-    pub(crate) fn pod_is(&mut self, object: &Pod, now: Monotonic) {
+    pub(crate) fn pod_is(&mut self, object: &ApiPod, now: Monotonic) {
         let (name, pod) = egress_pod(object).unwrap();
         self.update(Update::EgressPod(Change::Apply(name, pod)), now);
     }
@@ -163,7 +160,16 @@ impl Index {
         self.update(Update::EgressPod(Change::Delete(named(&format!("pod-{uid}")))), now);
     }
 
-    pub(crate) fn client_is(&mut self, object: &Pod, now: Monotonic) {
+    /// Cilium has these backends in the Service's slots, and no others anywhere.
+    pub(crate) fn cilium_has(&mut self, addresses: &[&str], complete: bool, now: Monotonic) {
+        let service = ServiceAddress { address: ip(CLUSTER_IP), port: FOU_PORT };
+        let slots: BTreeSet<IpAddr> = addresses.iter().map(|text| ip(text)).collect();
+        let forgotten = self.lingering().difference(&slots).copied().collect();
+        let view = CiliumView { slots: BTreeMap::from([(service, slots)]), forgotten };
+        self.observe_cilium(&view, complete, now);
+    }
+
+    pub(crate) fn client_is(&mut self, object: &ApiPod, now: Monotonic) {
         let (name, pod) = local_pod(object).unwrap();
         let change = match pod {
             Some(pod) => Change::Apply(name, pod),

@@ -126,7 +126,7 @@ fn event(node: &str, name: &str, write: &Write) -> Event {
     Event {
         metadata: ObjectMeta {
             name: Some(name.to_owned()),
-            namespace: Some(notice.egress.namespace.clone()),
+            namespace: Some(notice.egress.namespace.to_string()),
             ..ObjectMeta::default()
         },
         action: Some(notice.topic.action().to_owned()),
@@ -136,8 +136,8 @@ fn event(node: &str, name: &str, write: &Write) -> Event {
         regarding: Some(ObjectReference {
             api_version: Some("coil.cybozu.com/v2".into()),
             kind: Some("Egress".into()),
-            namespace: Some(notice.egress.namespace.clone()),
-            name: Some(notice.egress.name.clone()),
+            namespace: Some(notice.egress.namespace.to_string()),
+            name: Some(notice.egress.name.to_string()),
             uid: Some(notice.egress_uid.clone()).filter(|uid| !uid.is_empty()),
             ..ObjectReference::default()
         }),

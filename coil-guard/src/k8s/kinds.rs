@@ -1,13 +1,10 @@
 //! The five watches: where each is, what narrows it, and how its objects are read.
 
-use k8s_openapi::api::{
-    core::v1::{Pod, Service as ApiService},
-    discovery::v1::EndpointSlice,
-};
 use serde::de::DeserializeOwned;
 
 use crate::index::{
-    self, ApiEgress, Change, Egress, EgressPod, LocalPod, Malformed, ObjectName, Service, Slice, Update,
+    self, ApiEgress, ApiPod, ApiService, ApiSlice, Change, Egress, EgressPod, LocalPod, Malformed,
+    ObjectName, Service, Slice, Update,
 };
 
 /// Coil puts these labels on an Egress's Deployment, pods and Service, and slices inherit the Service's. They keep
@@ -94,7 +91,7 @@ impl Kind {
 pub(super) trait Watched: 'static {
     const KIND: Kind;
     /// As the API has it.
-    type Api: DeserializeOwned;
+    type Api: DeserializeOwned + index::Object;
     /// As the index has it. The API's object lives no longer than it takes to read it: memory holds only this.
     type Object: 'static;
 
@@ -130,7 +127,7 @@ fn some<T>((name, object): (ObjectName, T)) -> (ObjectName, Option<T>) {
 watched! {
     EgressWatch: Egress, ApiEgress => Egress(Egress), |object, _| index::egress(object).map(some);
     ServiceWatch: Service, ApiService => Service(Service), |object, port| index::service(object, port).map(some);
-    SliceWatch: EndpointSlice, EndpointSlice => Slice(Slice), |object, port| index::slice(object, port).map(some);
-    EgressPodWatch: EgressPod, Pod => EgressPod(EgressPod), |object, _| index::egress_pod(object).map(some);
-    LocalPodWatch: LocalPod, Pod => LocalPod(LocalPod), |object, _| index::local_pod(object);
+    SliceWatch: EndpointSlice, ApiSlice => Slice(Slice), |object, port| index::slice(object, port).map(some);
+    EgressPodWatch: EgressPod, ApiPod => EgressPod(EgressPod), |object, _| index::egress_pod(object).map(some);
+    LocalPodWatch: LocalPod, ApiPod => LocalPod(LocalPod), |object, _| index::local_pod(object);
 }

@@ -124,7 +124,7 @@ impl Collector for SnapshotCell {
         )?;
         let egresses = || {
             let names = snapshot.egresses.iter();
-            names.map(|(name, counters)| (name.namespace.as_str(), name.name.as_str(), counters))
+            names.map(|(name, counters)| (&*name.namespace, &*name.name, counters))
         };
         sheet.counters(
             "egress_packets",

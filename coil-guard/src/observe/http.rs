@@ -81,8 +81,11 @@ async fn get_metrics(State(endpoints): State<Endpoints>) -> Response {
         Ok(()) => snapshot.await.ok().flatten(),
         Err(_) => None,
     };
+    // One thread serves all, and nothing is waited for in between. What was read is large where there are many backends.
     endpoints.cell.set(snapshot);
-    match endpoints.metrics.encode() {
+    let encoded = endpoints.metrics.encode();
+    endpoints.cell.set(None);
+    match encoded {
         Ok(text) => {
             ([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text)
                 .into_response()

@@ -4,17 +4,19 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fmt,
     net::IpAddr,
+    sync::Arc,
 };
 
 use crate::clock::Monotonic;
 
-/// Namespace and name of an Egress (and of its Service).
+/// Namespace and name of an Egress (and of its Service). Shared texts: there are tens of thousands of names, and every
+/// mark has one.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct EgressName {
     /// Kubernetes namespace.
-    pub namespace: String,
+    pub namespace: Arc<str>,
     /// Object name.
-    pub name: String,
+    pub name: Arc<str>,
 }
 
 impl fmt::Display for EgressName {
@@ -182,7 +184,7 @@ pub struct Desired {
     pub pods: BTreeMap<PodUid, ClientPod>,
     /// Egress pods of this node that are to send symmetric replies, by UID. One that is not here is detached.
     pub egress_pods: BTreeMap<PodUid, LocalEgressPod>,
-    /// When the plan changes by the passing of time alone.
+    /// When a mark changes by the passing of time alone.
     pub next_change: Option<Monotonic>,
 }
 
@@ -194,10 +196,41 @@ impl Desired {
     }
 }
 
-/// What Cilium's maps hold of guarded services: the backend addresses in each one's slots, selectable or not, and in
-/// the backends map under the ids in those slots. Marks of addresses in none of them can be dropped.
+/// What differs between a plan and the one before it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Changes {
+    /// Addresses with another mark, with the one that they had.
+    pub marks: BTreeMap<IpAddr, Option<Mark>>,
+    /// What the services were, if they are others now.
+    pub services: Option<BTreeMap<ServiceAddress, GuardedService>>,
+    /// Whether client pods or egress pods are others.
+    pub pods: bool,
+}
+
+impl Changes {
+    /// From no plan at all to this one.
+    #[must_use]
+    pub fn all(desired: &Desired) -> Self {
+        Self {
+            marks: desired.marks.keys().map(|address| (*address, None)).collect(),
+            services: Some(BTreeMap::new()),
+            pods: true,
+        }
+    }
+
+    /// Whether it is the same plan.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.marks.is_empty() && self.services.is_none() && !self.pods
+    }
+}
+
+/// What was found in Cilium's maps.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CiliumView {
-    /// By service; a service that Cilium does not know is absent.
-    pub backends: BTreeMap<ServiceAddress, BTreeSet<IpAddr>>,
+    /// The backend addresses in the slots of each service that was looked at and that Cilium knows, selectable or not.
+    pub slots: BTreeMap<ServiceAddress, BTreeSet<IpAddr>>,
+    /// Of the addresses that were asked for, those that are no backend of Cilium's any more, in a slot or not: marks of them can
+    /// be dropped.
+    pub forgotten: BTreeSet<IpAddr>,
 }

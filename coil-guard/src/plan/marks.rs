@@ -1,74 +1,86 @@
 //! Backends to marks.
 
-use std::{collections::BTreeMap, net::IpAddr, time::Duration};
+use std::{collections::BTreeSet, net::IpAddr, time::Duration};
 
 use super::{EgressName, Keep, Mark, MarkState, Mode, Settings};
 use crate::{
     clock::Monotonic,
-    index::{Backend, BackendState, Egress, NotReadyAfter, SETTLE},
+    index::{Backend, BackendState, Egress, NotReadyAfter, SETTLE, Service},
 };
 
-/// The mark of a backend.
-pub(super) fn mark(
-    name: &EgressName,
-    egress: &Egress,
-    mode: Mode,
-    settings: &Settings,
-    backend: &Backend,
-    now: Monotonic,
-) -> Mark {
-    let settled = backend.since.saturating_add(SETTLE);
-    let (state, keep) = match backend.state {
-        BackendState::Ready => (MarkState::Ready, Keep::ForEver),
-        BackendState::NotReady => {
-            let keep = match egress.not_ready_after.unwrap_or(settings.not_ready_after) {
-                NotReadyAfter::Never => Keep::ForEver,
-                NotReadyAfter::After(Duration::ZERO) => Keep::No,
-                NotReadyAfter::After(after) => Keep::Until(backend.since.saturating_add(after)),
-            };
-            (MarkState::NotReady, keep)
-        }
-        BackendState::Leaving => (MarkState::Leaving, keep_leaving(egress, mode, backend)),
-        BackendState::Settling if now < settled => (MarkState::NotReady, Keep::Until(settled)),
-        BackendState::Settling | BackendState::Gone => (MarkState::Gone, Keep::No),
-    };
-    Mark { egress: name.clone(), state, keep, since: backend.since }
+/// How an Egress is guarded: what its services and marks are made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Guard {
+    pub(super) mode: Mode,
+    pub(super) sport_auto: bool,
+    pub(super) cluster_ips: BTreeSet<IpAddr>,
+    not_ready_after: NotReadyAfter,
+    drain_timeout: Option<Duration>,
 }
 
-/// A leaving backend keeps flows in drain alone, while it serves, and no longer than its pod may live. A pod that is
-/// stuck beyond its grace period is as good as gone: nobody can say what still works in it.
-fn keep_leaving(egress: &Egress, mode: Mode, backend: &Backend) -> Keep {
-    if mode != Mode::Drain || !backend.serving {
-        return Keep::No;
-    }
-    let longest = egress.drain_timeout.map_or(backend.grace, |timeout| timeout.min(backend.grace));
-    if longest.is_zero() { Keep::No } else { Keep::Until(backend.since.saturating_add(longest)) }
-}
-
-/// Marks by address. One address can have been several pods', one after the other.
-#[derive(Default)]
-pub(super) struct Marks {
-    marks: BTreeMap<IpAddr, Mark>,
-}
-
-impl Marks {
-    pub(super) fn add(&mut self, address: IpAddr, mark: Mark) {
-        let rank = |mark: &Mark| (rank(mark.state), mark.since);
-        match self.marks.get_mut(&address) {
-            Some(present) if rank(present) >= rank(&mark) => {}
-            Some(present) => *present = mark,
-            None => drop(self.marks.insert(address, mark)),
+impl Guard {
+    pub(super) fn new(egress: &Egress, mode: Mode, service: &Service, settings: &Settings) -> Self {
+        Self {
+            mode,
+            sport_auto: egress.sport_auto,
+            cluster_ips: service.cluster_ips.clone(),
+            not_ready_after: egress.not_ready_after.unwrap_or(settings.not_ready_after),
+            drain_timeout: egress.drain_timeout,
         }
     }
 
-    /// The marks, and when they change without anything happening.
-    pub(super) fn finish(self, now: Monotonic) -> (BTreeMap<IpAddr, Mark>, Option<Monotonic>) {
-        let ends = |mark: &Mark| match mark.keep {
-            Keep::Until(end) if mark.state == MarkState::NotReady && end > now => Some(end),
-            _ => None,
+    /// Whether the marks are the same.
+    pub(super) fn marks_like(&self, other: &Self) -> bool {
+        (self.mode, self.not_ready_after, self.drain_timeout)
+            == (other.mode, other.not_ready_after, other.drain_timeout)
+    }
+
+    /// The mark of a backend.
+    pub(super) fn mark(&self, egress: &EgressName, backend: &Backend, now: Monotonic) -> Mark {
+        let settled = settled(backend);
+        let (state, keep) = match backend.state {
+            BackendState::Ready => (MarkState::Ready, Keep::ForEver),
+            BackendState::NotReady => {
+                let keep = match self.not_ready_after {
+                    NotReadyAfter::Never => Keep::ForEver,
+                    NotReadyAfter::After(Duration::ZERO) => Keep::No,
+                    NotReadyAfter::After(after) => Keep::Until(backend.since.saturating_add(after)),
+                };
+                (MarkState::NotReady, keep)
+            }
+            BackendState::Leaving => (MarkState::Leaving, self.keep_leaving(backend)),
+            BackendState::Settling if now < settled => (MarkState::NotReady, Keep::Until(settled)),
+            BackendState::Settling | BackendState::Gone => (MarkState::Gone, Keep::No),
         };
-        let next = self.marks.values().filter_map(ends).min();
-        (self.marks, next)
+        Mark { egress: egress.clone(), state, keep, since: backend.since }
+    }
+
+    /// A leaving backend keeps flows in drain alone, while it serves, and no longer than its pod may live. A pod that is
+    /// stuck beyond its grace period is as good as gone: nobody can say what still works in it.
+    fn keep_leaving(&self, backend: &Backend) -> Keep {
+        if self.mode != Mode::Drain || !backend.serving {
+            return Keep::No;
+        }
+        let longest = self.drain_timeout.map_or(backend.grace, |timeout| timeout.min(backend.grace));
+        if longest.is_zero() { Keep::No } else { Keep::Until(backend.since.saturating_add(longest)) }
+    }
+}
+
+fn settled(backend: &Backend) -> Monotonic {
+    backend.since.saturating_add(SETTLE)
+}
+
+/// When the mark of a backend becomes another one without anything happening. A time until which flows are kept changes
+/// nothing: the program looks at the clock itself.
+pub(super) fn changes_at(backend: &Backend, now: Monotonic) -> Option<Monotonic> {
+    Some(settled(backend)).filter(|settled| backend.state == BackendState::Settling && *settled > now)
+}
+
+/// Takes `mark` in place of the present one if it is the one that holds.
+pub(super) fn join(present: &mut Option<Mark>, mark: Mark) {
+    let rank = |mark: &Mark| (rank(mark.state), mark.since);
+    if present.as_ref().is_none_or(|present| rank(present) < rank(&mark)) {
+        *present = Some(mark);
     }
 }
 

@@ -1,19 +1,22 @@
 //! What the datapath should look like: a pure function of the index, the pods that are attached, and the clock.
 
 mod desired;
+#[cfg(test)]
+mod kept;
 mod marks;
+mod planner;
+mod pods;
 #[cfg(test)]
 mod properties;
 #[cfg(test)]
 mod tests;
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    net::IpAddr,
-};
+use std::collections::{BTreeMap, BTreeSet};
 
 pub use desired::*;
+pub use planner::Planner;
 
+use self::marks::Guard;
 use crate::{
     clock::Monotonic,
     index::{Egress, Index, Local, NotReadyAfter},
@@ -62,8 +65,8 @@ impl Settings {
     }
 }
 
-/// Plans the datapath. `attached` are the pods that have a program now; `complete` says that every watch is established
-/// and listed.
+/// Plans the datapath from nothing. `attached` are the pods that have a program now; `complete` says that every watch is
+/// established and listed. [`Planner`] comes to the same by what has changed.
 #[must_use]
 pub fn plan(
     index: &Index,
@@ -72,38 +75,62 @@ pub fn plan(
     complete: bool,
     now: Monotonic,
 ) -> Desired {
-    let guarded: Guarded<'_> = index
-        .egresses()
-        .iter()
-        .filter_map(|(name, egress)| Some((name, (egress, settings.mode(egress)?))))
-        .collect();
-    let here = on_this_node(index, attached);
-
-    let mut desired = Desired { complete, ..Desired::default() };
-    let mut marks = marks::Marks::default();
-    for (name, (egress, mode)) in &guarded {
-        if here.as_ref().is_some_and(|here| !here.contains(*name)) {
-            continue;
-        }
-        let Some(service) = index.service(name) else { continue };
-        for address in &service.cluster_ips {
-            let guarded =
-                GuardedService { egress: (*name).clone(), mode: *mode, sport_auto: egress.sport_auto };
-            desired.services.insert(ServiceAddress { address: *address, port: settings.fou_port }, guarded);
-        }
+    let guarded = guarded(index, settings);
+    let guards = guards(index, settings, &guarded, attached);
+    let mut desired = Desired { complete, services: services(&guards, settings), ..Desired::default() };
+    for (name, guard) in &guards {
         for (key, backend) in index.backends(name) {
-            marks.add(key.address, marks::mark(name, egress, *mode, settings, backend, now));
+            let mut mark = desired.marks.remove(&key.address);
+            marks::join(&mut mark, guard.mark(name, backend, now));
+            desired.marks.extend(mark.map(|mark| (key.address, mark)));
+            let change = marks::changes_at(backend, now);
+            desired.next_change = desired.next_change.into_iter().chain(change).min();
         }
     }
-    (desired.marks, desired.next_change) = marks.finish(now);
-    let owners = owners(index);
-    desired.pods = pods(index, &guarded, &owners, attached, !desired.services.is_empty());
-    desired.egress_pods = egress_pods(index, &guarded, &owners);
+    (desired.pods, desired.egress_pods) = pods::pods(index, &guarded, attached, !desired.services.is_empty());
     desired
 }
 
 /// The Egresses that are guarded, and how.
 type Guarded<'a> = BTreeMap<&'a EgressName, (&'a Egress, Mode)>;
+
+fn guarded<'a>(index: &'a Index, settings: &Settings) -> Guarded<'a> {
+    let egresses = index.egresses().iter();
+    egresses.filter_map(|(name, egress)| Some((name, (egress, settings.mode(egress)?)))).collect()
+}
+
+/// Those of them that matter on this node and have a Service.
+fn guards(
+    index: &Index,
+    settings: &Settings,
+    guarded: &Guarded<'_>,
+    attached: &BTreeSet<PodUid>,
+) -> BTreeMap<EgressName, Guard> {
+    let here = on_this_node(index, attached);
+    let of = |name: &EgressName, (egress, mode): (&Egress, Mode)| {
+        Some((name.clone(), Guard::new(egress, mode, index.service(name)?, settings)))
+    };
+    guarded
+        .iter()
+        .filter(|(name, _)| here.as_ref().is_none_or(|here| here.contains(**name)))
+        .filter_map(|(name, egress)| of(name, *egress))
+        .collect()
+}
+
+fn services(
+    guards: &BTreeMap<EgressName, Guard>,
+    settings: &Settings,
+) -> BTreeMap<ServiceAddress, GuardedService> {
+    let mut services = BTreeMap::new();
+    for (name, guard) in guards {
+        for address in &guard.cluster_ips {
+            let service =
+                GuardedService { egress: name.clone(), mode: guard.mode, sport_auto: guard.sport_auto };
+            services.insert(ServiceAddress { address: *address, port: settings.fou_port }, service);
+        }
+    }
+    services
+}
 
 /// Whether replies of this Egress can be made symmetric: with `fouSourcePortAuto` they come from a port of their own.
 fn is_symmetric(guarded: &Guarded<'_>, egress: &EgressName) -> bool {
@@ -119,95 +146,4 @@ fn on_this_node<'a>(index: &'a Index, attached: &BTreeSet<PodUid>) -> Option<BTr
     let is_strange = |local: &'a Local| attached.contains(&local.pod.uid) && named(local).next().is_none();
     let pods = index.local_pods();
     (!pods.values().any(is_strange)).then(|| pods.values().flat_map(named).collect())
-}
-
-/// Which of the pods of this node has an address.
-fn owners(index: &Index) -> BTreeMap<IpAddr, &Local> {
-    let mut owners: BTreeMap<IpAddr, &Local> = BTreeMap::new();
-    for local in index.local_pods().values().filter(|local| !local.pod.finished) {
-        for address in &local.pod.addresses {
-            let owner = owners.entry(*address).or_insert(local);
-            if newer(local) > newer(owner) {
-                *owner = local;
-            }
-        }
-    }
-    owners
-}
-
-/// Addresses that are the pod's and not those of another one that got them after it.
-fn own_addresses(owners: &BTreeMap<IpAddr, &Local>, local: &Local) -> BTreeSet<IpAddr> {
-    let owns = |address: &&IpAddr| owners.get(*address).is_some_and(|owner| owner.pod.uid == local.pod.uid);
-    local.pod.addresses.iter().filter(owns).copied().collect()
-}
-
-fn egress_pods(
-    index: &Index,
-    guarded: &Guarded<'_>,
-    owners: &BTreeMap<IpAddr, &Local>,
-) -> BTreeMap<PodUid, LocalEgressPod> {
-    let mut pods = BTreeMap::new();
-    if !guarded.keys().any(|egress| is_symmetric(guarded, egress)) {
-        return pods;
-    }
-    for (name, local) in index.local_pods().iter().filter(|(_, local)| !local.pod.finished) {
-        let egress = index.egress_pod(&local.pod.uid).and_then(|(_, pod)| pod.egress.as_ref());
-        let Some(egress) = egress.filter(|egress| is_symmetric(guarded, egress)) else { continue };
-        let addresses = own_addresses(owners, local);
-        if !addresses.is_empty() {
-            let (namespace, name) = (name.namespace.clone(), name.name.clone());
-            let pod = LocalEgressPod { namespace, name, addresses, egress: egress.clone() };
-            pods.insert(local.pod.uid.clone(), pod);
-        }
-    }
-    pods
-}
-
-fn pods(
-    index: &Index,
-    guarded: &Guarded<'_>,
-    owners: &BTreeMap<IpAddr, &Local>,
-    attached: &BTreeSet<PodUid>,
-    any_service: bool,
-) -> BTreeMap<PodUid, ClientPod> {
-    let any_symmetric = guarded.keys().any(|egress| is_symmetric(guarded, egress));
-    let mut pods = BTreeMap::new();
-    for (name, local) in index.local_pods() {
-        let pod = &local.pod;
-        let addresses = own_addresses(owners, local);
-        if pod.finished || addresses.is_empty() {
-            continue;
-        }
-        let egresses: BTreeSet<EgressName> =
-            pod.egresses.iter().filter(|egress| guarded.contains_key(egress)).cloned().collect();
-        let writes = |name: &EgressName| guarded.get(name).is_some_and(|(_, mode)| mode.writes());
-        let mut known = pod.egresses.iter().chain(&local.before).peekable();
-        // Of a tunnel of which nothing is known any more, it may be anybody's.
-        let read_only = if known.peek().is_some() {
-            !known.any(writes)
-        } else {
-            !guarded.values().any(|(_, mode)| mode.writes())
-        };
-        let want = if !egresses.is_empty() {
-            Want::Attached
-        } else if any_service && attached.contains(&pod.uid) {
-            Want::WhileTunnelled
-        } else {
-            continue;
-        };
-        // Taking the annotation away leaves the tunnel, and its flows at the ports that they were given.
-        let symmetric = (want == Want::WhileTunnelled && any_symmetric)
-            || pod.egresses.iter().chain(&local.before).any(|egress| is_symmetric(guarded, egress));
-        let (namespace, name) = (name.namespace.clone(), name.name.clone());
-        pods.insert(
-            pod.uid.clone(),
-            ClientPod { namespace, name, addresses, want, egresses, read_only, symmetric },
-        );
-    }
-    pods
-}
-
-/// Of two pods with one address, the one that is not being deleted, or was made later, has it.
-fn newer(local: &Local) -> (bool, i64, &str) {
-    (!local.pod.deleting, local.pod.created, &local.pod.uid)
 }

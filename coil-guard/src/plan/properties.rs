@@ -1,6 +1,8 @@
 //! Random histories of egress pods, told by two streams in any interleaving, with events left out as a batching controller
 //! or a relist leaves them out, and repeated. Whatever the telling, the plan must come out as the final state alone gives it.
 
+use std::net::IpAddr;
+
 use proptest::{prelude::*, sample::Index as Pick};
 use serde_json::json;
 
@@ -39,7 +41,7 @@ struct Pod {
 }
 
 impl Pod {
-    fn object(&self) -> k8s_openapi::api::core::v1::Pod {
+    fn object(&self) -> crate::index::ApiPod {
         let mut patch = self.deleting.map_or(json!({}), deleted);
         let phase = if self.finished { "Failed" } else { "Running" };
         let ready = if self.ready { "True" } else { "False" };
@@ -126,13 +128,13 @@ fn base() -> Index {
     let mut index = running("drain");
     index.update(Update::EgressPod(Change::Reset(vec![])), at(0));
     index.update(Update::Slice(Change::Reset(vec![])), at(0));
-    index.observe_cilium(&CiliumView::default(), true, at(0));
+    index.cilium_has(&[], true, at(0));
     index
 }
 
 /// The plan, with what Cilium has long forgotten forgotten.
 fn settled(index: &mut Index) -> Desired {
-    index.observe_cilium(&CiliumView::default(), true, NOW);
+    index.cilium_has(&[], true, NOW);
     plan(index, &Settings::default(), &BTreeSet::new(), true, NOW)
 }
 

@@ -1,16 +1,14 @@
 //! The loop: changes in, plan out.
 
+mod looks;
 mod reports;
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use anyhow::bail;
 use tokio::sync::mpsc;
 
+use self::looks::Looks;
 use super::{
     Stop,
     effects::{follow_flows, log_changes},
@@ -20,17 +18,13 @@ use super::{
 };
 use crate::{
     clock::Monotonic,
-    datapath::{Datapath, FlowEvent, Report},
+    datapath::{Datapath, FlowEvent},
     index::{Index, Update},
     k8s::{EventWriter, Health, Message, Node, Watches},
     observe::{Endpoints, Metrics, SnapshotRequest},
-    plan::{self, Desired, MarkState, PodUid, Recovered, Settings},
+    plan::{Changes, Desired, Planner, PodUid, Recovered, Settings},
 };
 
-/// How often Cilium's maps are looked at while a backend is not ready, for marks that can go.
-const LOOK_OFTEN: Duration = Duration::from_secs(2);
-/// And while all are.
-const LOOK_SELDOM: Duration = Duration::from_secs(15);
 /// What could not be written is tried again after this.
 const RETRY: Duration = Duration::from_secs(1);
 /// The loop turns at least this often: `/livez` looks at it.
@@ -40,21 +34,19 @@ const BATCH: usize = 256;
 
 /// The agent.
 pub(super) struct Agent {
-    settings: Settings,
     index: Index,
+    planner: Planner,
     watches: Watches,
     datapath: Datapath,
-    attached: BTreeSet<PodUid>,
     /// Of the attached pods, for the log: a pod that is detached is in no plan any more.
     names: BTreeMap<PodUid, String>,
-    desired: Desired,
     /// A complete plan has been made.
     planned: bool,
     /// The datapath has looked at every pod of the first plan.
     settled: bool,
     /// By when the datapath wants to be called again.
     renew_by: Monotonic,
-    look_at: Monotonic,
+    looks: Looks,
     notices: Notices,
     /// Egresses or local pods changed, which notices depend on.
     look_at_configuration: bool,
@@ -87,17 +79,15 @@ impl Agent {
             }
         };
         Self {
-            settings,
             index: Index::recover(recovered),
+            planner: Planner::new(settings, names.keys().cloned().collect()),
             watches: Watches::new(now),
             datapath,
-            attached: names.keys().cloned().collect(),
             names,
-            desired: Desired::default(),
             planned: false,
             settled: false,
             renew_by: now,
-            look_at: now,
+            looks: Looks::new(now),
             notices: Notices::new(node.name.clone()),
             look_at_configuration: false,
             events,
@@ -115,7 +105,7 @@ impl Agent {
     ) -> anyhow::Result<()> {
         let mut reports = self.datapath.take_reports();
         let mut flows = follow_flows(self.datapath.events());
-        let (mut messages_now, mut flows_now) = (Vec::new(), Vec::new());
+        let (mut messages_now, mut reports_now, mut flows_now) = (Vec::new(), Vec::new(), Vec::new());
         loop {
             let now = Monotonic::now();
             self.report_health(now);
@@ -129,15 +119,13 @@ impl Agent {
                     }
                     self.take_messages(messages_now.drain(..));
                 }
-                report = reports.recv() => match report {
-                    Some(Report::PinLost(path)) => bail!(
-                        "somebody has removed the pin {}, so programs and agent would no longer share that map: ending, for the next \
-                         start makes it anew",
-                        path.display()
-                    ),
-                    Some(report) => self.take_report(report),
-                    None => bail!("the datapath's worker has ended"),
-                },
+                number = reports.recv_many(&mut reports_now, BATCH) => {
+                    if number == 0 {
+                        bail!("the datapath's worker has ended");
+                    }
+                    reports_now.drain(..).try_for_each(|report| self.take_report(report))?;
+                    self.replan(None);
+                }
                 Some(request) = snapshot_requests.recv() => self.answer(request),
                 _ = flows.recv_many(&mut flows_now, BATCH) => {
                     for flow in flows_now.drain(..) {
@@ -150,10 +138,14 @@ impl Agent {
         }
     }
 
+    fn desired(&self) -> &Desired {
+        self.planner.desired()
+    }
+
     fn wake_at(&self, now: Monotonic) -> Monotonic {
         let mut wake = now.saturating_add(LONGEST_SLEEP);
         if self.planned {
-            let next = [Some(self.renew_by), Some(self.look_at), self.desired.next_change];
+            let next = [Some(self.renew_by), Some(self.looks.due()), self.desired().next_change];
             wake = next.into_iter().flatten().fold(wake, Monotonic::min);
         }
         self.notices.next_due().map_or(wake, |due| due.min(wake))
@@ -223,7 +215,7 @@ impl Agent {
         }
         if self.look_at_configuration {
             self.look_at_configuration = false;
-            self.notices.configuration(&self.index, &self.settings, now);
+            self.notices.configuration(&self.index, self.planner.settings(), now);
             self.metrics
                 .invalid_annotations
                 .set(i64::try_from(self.notices.invalid_egresses()).unwrap_or(i64::MAX));
@@ -231,20 +223,22 @@ impl Agent {
                 .refused_egresses
                 .set(i64::try_from(self.notices.refused_egresses()).unwrap_or(i64::MAX));
         }
-        let mut desired = plan::plan(&self.index, &self.settings, &self.attached, complete, now);
+        let was_complete = self.desired().complete;
+        let mut changes = self.planner.update(&mut self.index, complete, now);
         if !self.planned {
             // Before the first write: what a predecessor had marked and has gone since must not lose its mark for a moment.
-            self.look_at_cilium(&desired, now);
-            desired = plan::plan(&self.index, &self.settings, &self.attached, complete, now);
+            self.look_at_cilium(now);
+            self.planner.update(&mut self.index, complete, now);
+            changes = Changes::all(self.desired());
             self.planned = true;
         }
-        if desired == self.desired && now < self.renew_by {
+        if changes.is_empty() && was_complete == complete && now < self.renew_by {
             return;
         }
-        log_changes(&self.desired, &desired);
+        self.looks.changed(&self.index, self.planner.desired(), &changes, now);
+        log_changes(&changes, self.planner.desired());
         // Not `now`, which planning has made a little old: marks say since when they are written.
-        let applied = self.datapath.apply(&desired, Monotonic::now());
-        self.desired = desired;
+        let applied = self.datapath.apply_changes(self.planner.desired(), &changes, Monotonic::now());
         self.metrics.map_writes.inc_by(applied.writes as u64);
         self.renew_by = applied.renew_by;
         if let Some(arrived) = arrived {
@@ -261,26 +255,25 @@ impl Agent {
         self.last_error = error;
     }
 
-    fn look_at_cilium(&mut self, desired: &Desired, now: Monotonic) {
-        match self.datapath.cilium_view(desired) {
+    fn look_at_cilium(&mut self, now: Monotonic) {
+        let look = self.looks.next(&self.index, self.planner.desired(), now);
+        match self.datapath.cilium_view(&look.services, &look.addresses) {
             Ok(view) => self.index.observe_cilium(&view, self.watches.complete(), now),
             // The worker reports what is wrong with the maps; here it only means that no mark may go.
             Err(error) => tracing::debug!(%error, "cannot look at Cilium's maps"),
         }
-        let all_ready = desired.marks.values().all(|mark| mark.state == MarkState::Ready);
-        self.look_at = now.saturating_add(if all_ready { LOOK_SELDOM } else { LOOK_OFTEN });
+        self.looks.done(&self.index, self.planner.desired(), now);
     }
 
     fn do_what_is_due(&mut self) {
         let now = Monotonic::now();
         if self.planned {
-            let look = now >= self.look_at;
+            let look = now >= self.looks.due();
             if look {
-                let desired = std::mem::take(&mut self.desired);
-                self.look_at_cilium(&desired, now);
-                self.desired = desired;
+                self.look_at_cilium(now);
             }
-            if look || now >= self.renew_by || self.desired.next_change.is_some_and(|change| now >= change) {
+            if look || now >= self.renew_by || self.desired().next_change.is_some_and(|change| now >= change)
+            {
                 self.replan(None);
             }
         }

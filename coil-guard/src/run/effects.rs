@@ -6,7 +6,7 @@ use tokio::sync::mpsc;
 
 use crate::{
     datapath::{Events, FlowEvent},
-    plan::{Desired, MarkState},
+    plan::{Changes, Desired, MarkState},
 };
 
 /// The ring is read by a task of its own, because waiting for it can fail and must then pause.
@@ -31,31 +31,34 @@ pub(super) fn follow_flows(mut events: Events) -> mpsc::Receiver<FlowEvent> {
 }
 
 /// What an operator wants to find in the log of a bad night: what was guarded when, and what each backend was seen as.
-pub(super) fn log_changes(before: &Desired, now: &Desired) {
-    for (address, service) in &now.services {
-        if before.services.get(address) != Some(service) {
-            tracing::info!(egress = %service.egress, address = %address.address, port = address.port, mode = ?service.mode,
-                "guarding the Service");
+pub(super) fn log_changes(changes: &Changes, now: &Desired) {
+    if let Some(before) = &changes.services {
+        for (address, service) in &now.services {
+            if before.get(address) != Some(service) {
+                tracing::info!(egress = %service.egress, address = %address.address, port = address.port,
+                    mode = ?service.mode, "guarding the Service");
+            }
+        }
+        for (address, service) in before.iter().filter(|(address, _)| !now.services.contains_key(address)) {
+            tracing::info!(egress = %service.egress, address = %address.address, "not guarding the Service any more");
         }
     }
-    for (address, service) in
-        before.services.iter().filter(|(address, _)| !now.services.contains_key(address))
-    {
-        tracing::info!(egress = %service.egress, address = %address.address, "not guarding the Service any more");
-    }
-    for (address, mark) in &now.marks {
-        let earlier = before.marks.get(address);
-        if earlier.is_none_or(|earlier| earlier.state != mark.state || earlier.egress != mark.egress) {
-            let was = earlier.map(|earlier| earlier.state);
-            if mark.state == MarkState::Ready && was.is_none() {
+    for (address, earlier) in &changes.marks {
+        match (earlier, now.marks.get(address)) {
+            (Some(earlier), Some(mark)) if (earlier.state, &earlier.egress) == (mark.state, &mark.egress) => {
+            }
+            (None, Some(mark)) if mark.state == MarkState::Ready => {
                 tracing::debug!(egress = %mark.egress, backend = %address, "backend is ready");
-            } else {
+            }
+            (earlier, Some(mark)) => {
+                let was = earlier.as_ref().map(|earlier| earlier.state);
                 tracing::info!(egress = %mark.egress, backend = %address, state = ?mark.state, ?was, keep = ?mark.keep,
                     "backend changed");
             }
+            (Some(earlier), None) => {
+                tracing::debug!(egress = %earlier.egress, backend = %address, "backend forgotten");
+            }
+            (None, None) => {}
         }
-    }
-    for (address, mark) in before.marks.iter().filter(|(address, _)| !now.marks.contains_key(address)) {
-        tracing::debug!(egress = %mark.egress, backend = %address, "backend forgotten");
     }
 }

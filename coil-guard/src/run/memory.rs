@@ -17,7 +17,7 @@ pub(super) fn keep_small() {
     }
 }
 
-/// Gives what is free back to the kernel, after a list has been taken in. Takes some milliseconds.
+/// Gives what is free back to the kernel, after a list has been taken in or programs have been loaded. Takes some milliseconds.
 #[cfg(target_env = "gnu")]
 pub(super) fn give_back() {
     // SAFETY: gives back pages that hold nothing.

@@ -1,12 +1,15 @@
 //! What the agent writes for the program.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use aya::maps::{HashMap, Map, MapData};
 use coil_guard::{
     clock::Monotonic,
     datapath::{AttachKind, DatapathError, Options, Sizes, cleanup},
-    plan::{Keep, MarkState, Mode},
+    plan::{CiliumView, Keep, MarkState, Mode},
 };
 
 use crate::harness::{Node, can_run, desired, egress, eventually, ip, mark, nothing, service};
@@ -112,7 +115,7 @@ fn nothing_is_renewed_while_a_watch_is_down() {
     agent.datapath.apply(&wanted, later);
     let snapshot = agent.datapath.snapshot().unwrap();
     assert_eq!(snapshot.heartbeat_until, Some(now.saturating_add(Duration::from_secs(15))));
-    assert_eq!(snapshot.marks[&ip("10.1.0.1")].valid_until, now.saturating_add(Duration::from_secs(60)));
+    assert_eq!(snapshot.marks[&ip("10.1.0.1")].valid_until, now.saturating_add(Duration::from_secs(600)));
     assert_eq!(snapshot.marks[&ip("10.1.0.2")].state, MarkState::Leaving, "news is written all the same");
 }
 
@@ -213,16 +216,17 @@ fn ciliums_view_holds_slots_and_backends_that_have_left_them() {
         backends.insert(u32::from(id), [10, 1, 0, id, 0x15, 0xb3, 17, 0, 0, 0, 0, 0], 0).unwrap();
     }
     let agent = node.open();
-    let mut wanted = desired(Mode::Reset, &[]);
-    let seen = |view: coil_guard::plan::CiliumView| {
-        view.backends[&service()].iter().map(ToString::to_string).collect::<Vec<_>>()
+    let view = |services: &[_], addresses: &[&str]| {
+        agent.datapath.cilium_view(services, &addresses.iter().map(|text| ip(text)).collect())
     };
-    assert_eq!(seen(agent.datapath.cilium_view(&wanted).unwrap()), ["10.1.0.1", "10.1.0.2", "10.1.0.3"]);
-    // Out of the slots and still in the backends map: flows can be bound to it.
-    wanted.marks = [(ip("10.1.0.4"), mark(MarkState::Gone, Keep::No))].into();
-    assert_eq!(seen(agent.datapath.cilium_view(&wanted).unwrap()).len(), 4);
+    let slots = [ip("10.1.0.1"), ip("10.1.0.2"), ip("10.1.0.3")].into();
+    let expected = CiliumView { slots: [(service(), slots)].into(), forgotten: BTreeSet::new() };
+    assert_eq!(view(&[service()], &["10.1.0.2"]).unwrap(), expected);
+    // Out of the slots and still in the backends map, flows can be bound to 10.1.0.4.
+    let expected = CiliumView { forgotten: [ip("10.1.0.5"), ip("fd00::5")].into(), ..CiliumView::default() };
+    assert_eq!(view(&[], &["10.1.0.4", "10.1.0.5", "fd00::5"]).unwrap(), expected);
     node.remove_cilium();
-    assert!(agent.datapath.cilium_view(&wanted).unwrap_err().is_missing());
+    assert!(view(&[service()], &[]).unwrap_err().is_missing());
 }
 
 #[test]

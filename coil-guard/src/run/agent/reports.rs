@@ -1,6 +1,8 @@
 //! What the datapath's worker tells.
 
-use super::Agent;
+use anyhow::bail;
+
+use super::{Agent, memory};
 use crate::{
     clock::Monotonic,
     datapath::{How, Part, Report},
@@ -8,7 +10,7 @@ use crate::{
 };
 
 impl Agent {
-    pub(super) fn take_report(&mut self, report: Report) {
+    pub(super) fn take_report(&mut self, report: Report) -> anyhow::Result<()> {
         let attachments = self.metrics.attachments.clone();
         let count = |outcome| {
             attachments.get_or_create(&[("outcome", outcome)]).inc();
@@ -40,18 +42,18 @@ impl Agent {
                     );
                 }
                 if part == Part::Guard {
-                    if let Some(client) = self.desired.pods.get(&pod).filter(|_| ports_overlap) {
+                    if let Some(client) = self.planner.desired().pods.get(&pod).filter(|_| ports_overlap) {
                         self.notices.ports_overlap(&self.index, client, now);
                     }
                     self.names.insert(pod.clone(), name);
-                    self.attached.insert(pod);
+                    self.planner.attached(pod);
                 }
             }
             Report::Detached { pod, part } => {
                 tracing::info!(pod = self.pod_name(&pod), uid = pod, part = part.label(), "detached");
                 count("detached");
                 if part == Part::Guard {
-                    self.attached.remove(&pod);
+                    self.planner.detached(&pod);
                     self.names.remove(&pod);
                 }
             }
@@ -59,7 +61,7 @@ impl Agent {
                 let name = self.pod_name(&pod);
                 tracing::warn!(pod = name, uid = pod, part = part.label(), error, ?retry_in, "cannot attach");
                 count("failed");
-                if let Some(client) = self.desired.pods.get(&pod) {
+                if let Some(client) = self.planner.desired().pods.get(&pod) {
                     self.notices.attach_failed(&self.index, client, &error, now);
                 }
             }
@@ -85,18 +87,22 @@ impl Agent {
             }
             Report::Unbound(error) => tracing::error!(%error, "not bound to Cilium's maps"),
             // The loop looks at the progress after each report: readiness does not wait for something else to happen.
-            Report::Settled => {}
-            // The loop has ended the agent.
-            Report::PinLost(_) => {}
+            // Loading programs reads objects, and the kernel's types.
+            Report::Settled => memory::give_back(),
+            Report::PinLost(path) => bail!(
+                "somebody has removed the pin {}, so programs and agent would no longer share that map: ending, for the next \
+                 start makes it anew",
+                path.display()
+            ),
             Report::Warning(warning) => tracing::warn!("{warning}"),
         }
-        self.replan(None);
+        Ok(())
     }
 
     fn pod_name(&self, uid: &PodUid) -> String {
-        let client = self.desired.pods.get(uid).map(|pod| format!("{}/{}", pod.namespace, pod.name));
+        let client = self.desired().pods.get(uid).map(|pod| format!("{}/{}", pod.namespace, pod.name));
         let egress_pod =
-            || self.desired.egress_pods.get(uid).map(|pod| format!("{}/{}", pod.namespace, pod.name));
+            || self.desired().egress_pods.get(uid).map(|pod| format!("{}/{}", pod.namespace, pod.name));
         client
             .or_else(egress_pod)
             .or_else(|| self.names.get(uid).cloned())
