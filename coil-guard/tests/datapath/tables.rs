@@ -30,6 +30,7 @@ fn services_marks_and_heartbeat_are_what_the_plan_says() {
     ]
     .into();
     let now = Monotonic::now();
+    wanted.marks.get_mut(&ip("10.1.0.1")).unwrap().since = now;
     let applied = agent.datapath.apply(&wanted, now);
     assert!(applied.errors.is_empty(), "{:?}", applied.errors);
     assert_eq!(applied.services, [(service(), egress())]);
@@ -45,7 +46,7 @@ fn services_marks_and_heartbeat_are_what_the_plan_says() {
         ]
         .into()
     );
-    assert_eq!(snapshot.marks[&ip("10.1.0.1")].since, now, "since when it is written");
+    assert_eq!(snapshot.marks[&ip("10.1.0.1")].since, now, "since when it was seen so");
     let guarded = &snapshot.services[&service()];
     assert_eq!((guarded.mode, guarded.egress.clone()), (Mode::Drain, Some(egress())));
     assert_eq!(guarded.tracked_since, Some(now));

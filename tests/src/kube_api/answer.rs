@@ -2,6 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
+use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
 use tokio::time::Instant;
 
@@ -20,6 +21,8 @@ use super::{
 /// An answer that is not an error.
 pub(crate) enum Answer {
     Object(u16, Value),
+    /// As it is to be sent.
+    List(String),
     Text(&'static str),
     Watch(Box<Watch>),
 }
@@ -67,26 +70,42 @@ pub(crate) fn list(state: &mut State, ask: &Ask, kind: Kind) -> Result<Answer, A
     }
     // The items of a list of a built-in kind carry neither apiVersion nor kind; those of a custom resource do.
     let custom = info.group.contains('.') && !info.group.ends_with(".k8s.io");
-    let items: Vec<Value> = items
-        .iter()
-        .map(|item| {
-            let mut item = shown(item, ask.partial);
-            if let Some(fields) = item.as_object_mut().filter(|_| !custom && !ask.partial) {
-                fields.remove("apiVersion");
-                fields.remove("kind");
-            }
-            item
-        })
-        .collect();
     let (api_version, list) = if ask.partial {
         ("meta.k8s.io/v1".to_owned(), "PartialObjectMetadataList".to_owned())
     } else {
         (info.api_version(), format!("{}List", info.kind))
     };
-    Ok(Answer::Object(
-        200,
-        json!({"apiVersion": api_version, "kind": list, "metadata": metadata, "items": items}),
-    ))
+    let items = items.iter().map(|object| Item { object, typed: custom, partial: ask.partial }).collect();
+    let list = List { api_version, items, kind: list, metadata };
+    let text = serde_json::to_string(&list).map_err(|error| ApiError::bad_request(error.to_string()))?;
+    Ok(Answer::List(text))
+}
+
+/// A list, written without a copy of what is in it: it can be of ten thousand pods, and on the same machine as what is measured.
+#[derive(Serialize)]
+#[serde(rename_all = "camelCase")]
+struct List<'a> {
+    api_version: String,
+    items: Vec<Item<'a>>,
+    kind: String,
+    metadata: Value,
+}
+
+struct Item<'a> {
+    object: &'a Value,
+    typed: bool,
+    partial: bool,
+}
+
+impl Serialize for Item<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.object.as_object() {
+            Some(fields) if !self.typed && !self.partial => serializer.collect_map(
+                fields.iter().filter(|(name, _)| !["apiVersion", "kind"].contains(&name.as_str())),
+            ),
+            _ => shown(self.object, self.partial).serialize(serializer),
+        }
+    }
 }
 
 fn check_revision(query: &Query, newest: u64) -> Result<(), ApiError> {

@@ -103,6 +103,7 @@ async fn handle(AxumState(shared): AxumState<Arc<Shared>>, request: Request<Body
     };
     let response = match result {
         Ok(Answer::Object(code, value)) => respond(code, &value, Some(&counters)),
+        Ok(Answer::List(text)) => respond_text(200, text, Some(&counters)),
         Ok(Answer::Text(text)) => Response::new(Body::from(text)),
         Ok(Answer::Watch(watch)) => {
             let stream = watches::run(*watch, &shared);
@@ -204,7 +205,10 @@ fn review(state: &State, mut review: Value) -> Result<Answer, ApiError> {
 }
 
 fn respond(code: u16, value: &Value, counters: Option<&Counters>) -> Response {
-    let text = value.to_string();
+    respond_text(code, value.to_string(), counters)
+}
+
+fn respond_text(code: u16, text: String, counters: Option<&Counters>) -> Response {
     if let Some(counters) = counters {
         counters.bytes.fetch_add(text.len() as u64, Ordering::Relaxed);
     }

@@ -86,8 +86,9 @@ pub(super) fn core(
 
 /// Loads the stub of a pod.
 pub(super) fn stub(directory: &Path, config: &PodConfig) -> Result<(Ebpf, Load)> {
-    let began = processor_time();
     let mut loader = EbpfLoader::new();
+    // Making a loader reads the kernel's types, and the agent has one loader for all its stubs.
+    let began = processor_time();
     loader.btf(None).verifier_log_level(VerifierLogLevel::STATS).override_global(POD_CONFIG, config, true);
     for name in [maps::CLIENT, maps::CORES] {
         loader.map_pin_path(name, directory.join(name));

@@ -71,6 +71,9 @@ pub fn build(package: &str, directory: &str, binaries: &[&str]) -> Result<()> {
     // SAFETY: a build script's main thread, before any other thread exists. The variable reaches only the child build:
     // a stable compiler needs it for -Z build-std.
     unsafe { env::set_var("RUSTC_BOOTSTRAP", "1") };
+    // The agent is built to be small. What runs for each packet is built to be fast.
+    // SAFETY: as above; the variable takes the place of what the workspace's profile says, in the child build alone.
+    unsafe { env::set_var("CARGO_PROFILE_RELEASE_OPT_LEVEL", "3") };
     aya_build::build_ebpf(
         [Package { name: package, root_dir: directory, ..Package::default() }],
         Toolchain::Custom(&toolchain.name),
