@@ -22,6 +22,7 @@ pub mod clock;
 pub mod datapath;
 pub mod index;
 pub mod k8s;
+mod memory;
 pub mod observe;
 pub mod plan;
 pub mod run;

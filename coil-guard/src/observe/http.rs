@@ -16,7 +16,7 @@ use tokio::{
 };
 
 use super::{LogControl, Metrics, Readiness, SnapshotCell};
-use crate::{clock::Monotonic, datapath::Snapshot};
+use crate::{clock::Monotonic, datapath::Snapshot, memory};
 
 /// A wish for a snapshot of the datapath. The loop owns the datapath, so it is asked.
 pub type SnapshotRequest = oneshot::Sender<Option<Snapshot>>;
@@ -85,6 +85,7 @@ async fn get_metrics(State(endpoints): State<Endpoints>) -> Response {
     endpoints.cell.set(snapshot);
     let encoded = endpoints.metrics.encode();
     endpoints.cell.set(None);
+    memory::give_back();
     match encoded {
         Ok(text) => {
             ([(header::CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], text)

@@ -12,7 +12,6 @@ use self::looks::Looks;
 use super::{
     Stop,
     effects::{follow_flows, log_changes},
-    memory,
     notices::Notices,
     readiness::conditions,
 };
@@ -21,6 +20,7 @@ use crate::{
     datapath::{Datapath, FlowEvent},
     index::{Index, Update},
     k8s::{EventWriter, Health, Message, Node, Watches},
+    memory,
     observe::{Endpoints, Metrics, SnapshotRequest},
     plan::{Changes, Desired, Planner, PodUid, Recovered, Settings},
 };

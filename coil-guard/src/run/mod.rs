@@ -5,7 +5,6 @@
 
 mod agent;
 mod effects;
-mod memory;
 mod notices;
 mod readiness;
 
@@ -23,6 +22,7 @@ use crate::{
     clock::Monotonic,
     datapath::{Datapath, Opened, Options},
     k8s::{self, EventWriter, Node, Outcome},
+    memory,
     observe::{self, Condition, Endpoints, Metrics, Readiness, SnapshotCell, SnapshotRequest},
 };
 

@@ -2,10 +2,11 @@
 
 use anyhow::bail;
 
-use super::{Agent, memory};
+use super::Agent;
 use crate::{
     clock::Monotonic,
     datapath::{How, Part, Report},
+    memory,
     plan::PodUid,
 };
 

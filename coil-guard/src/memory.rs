@@ -7,7 +7,7 @@
 /// first one to put the next into the heap, where what stays is scattered behind it. And each of the short-lived threads of
 /// the datapath would begin an arena of its own.
 #[cfg(target_env = "gnu")]
-pub(super) fn keep_small() {
+pub(crate) fn keep_small() {
     /// Bytes; the allocator's own first value, which setting it keeps from growing.
     const MAPPED_BY_ITSELF: libc::c_int = 128 * 1024;
     // SAFETY: sets two numbers of the allocator; a refusal changes nothing.
@@ -17,17 +17,18 @@ pub(super) fn keep_small() {
     }
 }
 
-/// Gives what is free back to the kernel, after a list has been taken in or programs have been loaded. Takes some milliseconds.
+/// Gives what is free back to the kernel, after a list has been taken in, programs have been loaded or maps
+/// have been read. Takes some milliseconds.
 #[cfg(target_env = "gnu")]
-pub(super) fn give_back() {
+pub(crate) fn give_back() {
     // SAFETY: gives back pages that hold nothing.
     unsafe { libc::malloc_trim(0) };
 }
 
 /// Another C library has an allocator of another kind.
 #[cfg(not(target_env = "gnu"))]
-pub(super) fn keep_small() {}
+pub(crate) fn keep_small() {}
 
 /// See above.
 #[cfg(not(target_env = "gnu"))]
-pub(super) fn give_back() {}
+pub(crate) fn give_back() {}
