@@ -1,6 +1,6 @@
 //! Timing in turns, and what is made of several measurements of one thing.
 
-use std::{fmt, time::Duration};
+use std::fmt;
 
 use anyhow::Result;
 use serde::Serialize;
@@ -39,16 +39,6 @@ pub(super) fn in_turns<const N: usize>(
         }
     }
     Ok(least)
-}
-
-/// The middle of several durations, in nanoseconds.
-pub(super) fn median(durations: &mut [Duration]) -> f64 {
-    let middle = durations.len() / 2;
-    if durations.is_empty() {
-        return 0.0;
-    }
-    let (_, median, _) = durations.select_nth_unstable(middle);
-    median.as_nanos() as f64
 }
 
 /// Several measurements of one thing: the middle one, and the middle half of them. Neither is moved by a few that were

@@ -1,7 +1,7 @@
 //! Packets by verdict.
 
 use anyhow::{Result, bail};
-use coil_guard_common::counters::Reason;
+use coil_guard_common::{abi::EgressCounters, counters::Reason};
 
 /// Packets by verdict.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,4 +34,29 @@ impl Counters {
             _ => bail!("one packet was counted as {grown:?}"),
         }
     }
+}
+
+const FIELDS: usize = size_of::<EgressCounters>() / size_of::<u64>();
+
+/// The sum of what each CPU counted.
+pub(super) fn total<'a, I: Iterator<Item = &'a EgressCounters>>(counters: I) -> EgressCounters {
+    let mut sum = [0u64; FIELDS];
+    for counters in counters {
+        let fields: &[u64; FIELDS] = zerocopy::transmute_ref!(counters);
+        for (sum, field) in sum.iter_mut().zip(fields) {
+            *sum += field;
+        }
+    }
+    zerocopy::transmute!(sum)
+}
+
+/// What was counted between two readings.
+pub(super) fn difference(after: &EgressCounters, before: &EgressCounters) -> EgressCounters {
+    let (after, before): (&[u64; FIELDS], &[u64; FIELDS]) =
+        (zerocopy::transmute_ref!(after), zerocopy::transmute_ref!(before));
+    let mut difference = [0u64; FIELDS];
+    for ((difference, after), before) in difference.iter_mut().zip(after).zip(before) {
+        *difference = after - before;
+    }
+    zerocopy::transmute!(difference)
 }

@@ -3,12 +3,11 @@
 use std::{
     env, fmt, fs,
     path::{Path, PathBuf},
-    time::Duration,
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
 use aya::{
-    Ebpf, Pod, TestRun as _, TestRunOptions,
+    Ebpf, Pod,
     maps::{Array, HashMap, Map, MapData, PerCpuArray, ProgramArray, RingBuf},
     programs::SchedClassifier,
 };
@@ -24,10 +23,11 @@ use coil_guard_common::{
 use zerocopy::FromBytes as _;
 
 use super::{
-    counters::Counters,
+    counters::{Counters, total},
     loading::{self, Load},
+    recent,
 };
-use crate::cilium::{Change, CiliumMaps, CiliumVersion, MapOptions, RawMap};
+use crate::cilium::{CiliumMaps, CiliumVersion, MapOptions, RawMap};
 
 /// Path of an object to use in place of the agent's: to compare two builds.
 const OBJECT_VARIABLE: &str = "COIL_GUARD_OBJECT";
@@ -51,21 +51,6 @@ impl Default for Sizes {
     }
 }
 
-/// What the program did with one packet.
-#[derive(Clone, Debug)]
-pub struct Run {
-    /// The verdict that was counted.
-    pub reason: Reason,
-    /// The packet afterwards.
-    pub output: Vec<u8>,
-    /// What changed in Cilium's maps.
-    pub changes: Vec<Change>,
-    /// Growth of the Egress's counters.
-    pub egress: EgressCounters,
-    /// Events that were sent.
-    pub events: Vec<Event>,
-}
-
 /// The core and the stub of one pod, with maps that nobody else uses.
 pub struct Instance {
     ebpf: Ebpf,
@@ -78,6 +63,8 @@ pub struct Instance {
     pub load: Load,
     /// What loading the stub cost.
     pub stub_load: Load,
+    /// Whether what the core looked up a moment ago outlives a change of a map, as it does until the next tick of the clock.
+    pub keeps_recent: bool,
 }
 
 impl fmt::Debug for Instance {
@@ -153,8 +140,17 @@ impl Instance {
             RingBuf::try_from(ebpf.take_map(maps::EVENTS).context("the object has no ring buffer")?)?;
         let (mut stub, stub_load) = loading::stub(directory, config)?;
         let cores = ProgramArray::try_from(stub.take_map(maps::CORES).context("the stub has no cores")?)?;
-        let mut instance =
-            Self { ebpf, stub, cores, events, cilium, directory: directory.to_owned(), load, stub_load };
+        let mut instance = Self {
+            ebpf,
+            stub,
+            cores,
+            events,
+            cilium,
+            directory: directory.to_owned(),
+            load,
+            stub_load,
+            keeps_recent: false,
+        };
         instance.set_core(true)?;
         Ok(instance)
     }
@@ -191,7 +187,7 @@ impl Instance {
         &self.cilium
     }
 
-    fn program(&self) -> Result<&SchedClassifier> {
+    pub(super) fn program(&self) -> Result<&SchedClassifier> {
         Ok(self.stub.program(PROGRAM).context("the object has no program")?.try_into()?)
     }
 
@@ -226,7 +222,9 @@ impl Instance {
     ///
     /// When the map has other types or is full.
     pub fn set<K: Pod, V: Pod>(&mut self, name: &str, key: &K, value: &V) -> Result<()> {
-        self.own_mut::<K, V>(name)?.insert(key, value, 0).with_context(|| format!("cannot update map {name}"))
+        let mut map = self.own_mut::<K, V>(name)?;
+        map.insert(key, value, 0).with_context(|| format!("cannot update map {name}"))?;
+        self.forget_recent()
     }
 
     /// Removes an element, if it is there, of one of the own hash maps.
@@ -239,7 +237,8 @@ impl Instance {
         if map.get(key, 0).is_err() {
             return Ok(());
         }
-        map.remove(key).with_context(|| format!("cannot delete from map {name}"))
+        map.remove(key).with_context(|| format!("cannot delete from map {name}"))?;
+        self.forget_recent()
     }
 
     /// Sets the agent's sign of life.
@@ -279,7 +278,16 @@ impl Instance {
         self.empty::<ReportKey, u64>(maps::REPORTED)?;
         self.set_agent(AgentState { heartbeat_until: 0, only_ready: 0 })?;
         self.take_events()?;
-        Ok(())
+        self.forget_recent()
+    }
+
+    /// Makes the core look everything up again, as it does with each tick of the clock, unless that is to stay.
+    ///
+    /// # Errors
+    ///
+    /// When the kernel refuses.
+    pub fn forget_recent(&mut self) -> Result<()> {
+        if self.keeps_recent { Ok(()) } else { recent::forget(&mut self.ebpf) }
     }
 
     fn empty<K: Pod, V: Pod>(&mut self, name: &str) -> Result<()> {
@@ -312,15 +320,7 @@ impl Instance {
     pub fn egress(&self, index: u32) -> Result<EgressCounters> {
         let map = self.ebpf.map(maps::EGRESS_COUNTERS).context("the object has no Egress counters")?;
         let map = PerCpuArray::<_, EgressCounters>::try_from(map)?;
-        let mut sum = [0u64; EGRESS_FIELDS];
-        for counters in map.get(&index, 0)?.iter() {
-            for (sum, field) in
-                sum.iter_mut().zip(zerocopy::transmute_ref!(counters) as &[u64; EGRESS_FIELDS])
-            {
-                *sum += field;
-            }
-        }
-        Ok(zerocopy::transmute!(sum))
+        Ok(total(map.get(&index, 0)?.iter()))
     }
 
     /// Takes the events that were sent.
@@ -336,64 +336,4 @@ impl Instance {
         }
         Ok(events)
     }
-
-    /// Runs one packet and gives what it is afterwards.
-    ///
-    /// # Errors
-    ///
-    /// When the kernel refuses the packet, or the program returned anything but "next".
-    pub fn pass(&self, frame: &[u8]) -> Result<Vec<u8>> {
-        let mut output = vec![0; frame.len() + 64];
-        let result = self.program()?.test_run(TestRunOptions {
-            data_in: Some(frame),
-            data_out: Some(&mut output),
-            ..TestRunOptions::new()
-        })?;
-        // TCX_NEXT, and TC_ACT_UNSPEC on clsact.
-        ensure!(result.return_value as i32 == -1, "returned {}, not -1", result.return_value as i32);
-        output.truncate(result.data_size_out as usize);
-        Ok(output)
-    }
-
-    /// Runs one packet `times` times, one after the other in the kernel, each on what the one before it left. Gives the
-    /// mean time of a run as the kernel measured it.
-    ///
-    /// # Errors
-    ///
-    /// When the kernel refuses.
-    pub fn repeat(&self, frame: &[u8], times: u32) -> Result<Duration> {
-        let options = TestRunOptions { data_in: Some(frame), repeat: times, ..TestRunOptions::new() };
-        Ok(self.program()?.test_run(options)?.duration)
-    }
-
-    /// Runs one packet and tells everything that it did.
-    ///
-    /// # Errors
-    ///
-    /// As [`Self::pass`], and when not exactly one verdict was counted.
-    pub fn run(&mut self, frame: &[u8], egress: u32) -> Result<Run> {
-        let before = (self.cilium.dump()?, self.counters()?, self.egress(egress)?);
-        self.take_events()?;
-        let output = self.pass(frame)?;
-        let after = (self.cilium.dump()?, self.counters()?, self.egress(egress)?);
-        Ok(Run {
-            reason: after.1.one_since(&before.1)?,
-            output,
-            changes: before.0.changes(&after.0),
-            egress: difference(&after.2, &before.2),
-            events: self.take_events()?,
-        })
-    }
-}
-
-const EGRESS_FIELDS: usize = size_of::<EgressCounters>() / size_of::<u64>();
-
-fn difference(after: &EgressCounters, before: &EgressCounters) -> EgressCounters {
-    let (after, before): (&[u64; EGRESS_FIELDS], &[u64; EGRESS_FIELDS]) =
-        (zerocopy::transmute_ref!(after), zerocopy::transmute_ref!(before));
-    let mut difference = [0u64; EGRESS_FIELDS];
-    for ((difference, after), before) in difference.iter_mut().zip(after).zip(before) {
-        *difference = after - before;
-    }
-    zerocopy::transmute!(difference)
 }

@@ -11,17 +11,20 @@ mod instance;
 mod loading;
 mod memory;
 mod packets;
+mod recent;
 pub mod replies;
 mod rng;
+mod run;
 mod scene;
 
 pub use self::{
-    clock::{monotonic, processor_time},
+    clock::{await_tick, monotonic, processor_time},
     counters::Counters,
-    instance::{Instance, Run, Sizes},
+    instance::{Instance, Sizes},
     loading::Load,
     packets::{Checksum, bytes, udp_offset},
     replies::{Replies, frame_between},
     rng::Rng,
+    run::Run,
     scene::{CLIENT_GENERATION, EGRESS, REV_NAT, Scene, address_of, pod_config},
 };

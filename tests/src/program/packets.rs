@@ -5,8 +5,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use anyhow::Result;
 
 use super::{
-    instance::Run,
     replies::frame_between,
+    run::Run,
     scene::{EGRESS, Scene},
 };
 use crate::{

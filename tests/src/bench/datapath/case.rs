@@ -11,7 +11,7 @@ pub(super) struct Case {
     pub(super) name: String,
     /// `IPv4` or `IPv6`.
     pub(super) family: &'static str,
-    /// `repeated` or `single`.
+    /// `repeated` or `prepared`.
     pub(super) method: &'static str,
     /// The verdict that was counted.
     pub(super) verdict: String,

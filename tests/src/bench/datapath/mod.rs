@@ -2,9 +2,11 @@
 //!
 //! Each figure is taken in turns with an empty classifier and with one that does a single lookup in a conntrack map.
 //!
-//! * *Repeated* cases run one packet millions of times: everything is in the caches, which is what a busy client has.
-//! * *Single* cases run one packet at a time, because the packet, or the maps, are not the same afterwards: a reset, a
-//!   rewritten port, another flow for each packet. The system call around each run costs them caches, too.
+//! Each runs millions of times, so that everything is in the caches, which is what a busy client has.
+//!
+//! * *Repeated* cases run one packet over and over.
+//! * *Prepared* cases have a prelude that sets right what the program changed, the packet or a map, or takes another flow for
+//!   each packet. It stands before the references, too, so that what it costs is not counted.
 
 mod case;
 mod reference;
@@ -20,20 +22,18 @@ use coil_guard_common::{
 
 use self::{
     case::{Case, goals, tables},
-    reference::Reference,
+    reference::{Prelude, Programs, Reference, flow_ports},
 };
-use super::{
-    Extent, Findings, Options,
-    measure::{in_turns, median},
-};
+use super::{Extent, Findings, Options, measure::in_turns};
 use crate::{
     cilium::{CiliumVersion, IpFamily},
     fou::{FOU_PORT, tcp},
     net::Paths,
-    program::{Instance, REV_NAT, Rng, Scene, Sizes, bytes, pod_config, processor_time},
+    program::{Instance, REV_NAT, Scene, Sizes, bytes, pod_config, processor_time},
 };
 
 const VERSION: CiliumVersion = CiliumVersion::V1_18;
+const UDP_HEADER: u32 = 8;
 const SECOND: u64 = 1_000_000_000;
 /// Guarded services in the largest case.
 const SERVICES: u32 = 10_000;
@@ -43,8 +43,6 @@ const SERVICES: u32 = 10_000;
 struct Effort {
     /// Packets of a repeated case, per turn.
     packets: u32,
-    /// Packets of a single case.
-    singles: u32,
     /// Turns.
     turns: u32,
     /// Inner flows in the largest case.
@@ -54,8 +52,8 @@ struct Effort {
 impl Effort {
     fn of(extent: Extent) -> Self {
         extent.pick(
-            Self { packets: 500_000, singles: 30_000, turns: 7, flows: 1_000_000 },
-            Self { packets: 1000, singles: 100, turns: 1, flows: 1000 },
+            Self { packets: 500_000, turns: 7, flows: 1_000_000 },
+            Self { packets: 1000, turns: 1, flows: 1000 },
         )
     }
 }
@@ -108,9 +106,6 @@ fn known(scene: &mut Scene) -> Result<Vec<u8>> {
     scene.remember(6, 1000, 443, &scene.memory(1, SECOND / 2))?;
     Ok(scene.frame(FOU_PORT, &scene.tcp(1000, tcp::ACK)))
 }
-
-/// Gives the packet of each single run.
-type Next = Box<dyn FnMut(&mut Scene) -> Result<Vec<u8>>>;
 
 /// The program, and another build of it.
 struct Guards {
@@ -272,50 +267,69 @@ fn with_services(
     time_repeated(guards, &frame, name, Reason::Healthy, Some(100.0), effort)
 }
 
-/// Runs packets that `next` gives, one at a time, in turns with the references.
-fn single(
-    guards: &mut Guards,
+/// As [`time_repeated`], of a packet that `prelude` sets right before each run.
+fn prepared(
+    guards: &Guards,
+    frame: &[u8],
     name: &str,
     verdict: Reason,
     goal: Option<f64>,
     effort: &Effort,
-    make: impl Fn(&Scene) -> Next,
+    prelude: impl Fn(&Scene) -> Result<Prelude<'_>>,
 ) -> Result<Case> {
     let (empty, lookup) = references(&guards.this)?;
-    let count = effort.singles as usize;
-    let mut durations: [Vec<Duration>; 4] = std::array::from_fn(|_| Vec::with_capacity(count));
-    let mut nexts: Vec<Next> = guards.all().map(|scene| make(scene)).collect();
-    let before = guards.this.guard.counters()?.of(verdict);
-    for _ in 0..count {
-        for (index, (scene, next)) in guards.all().zip(&mut nexts).enumerate() {
-            let frame = next(scene)?;
-            durations[2 + index].push(scene.guard.repeat(&frame, 1)?);
-            if index == 0 {
-                durations[0].push(empty.time(&frame, 1)?);
-                durations[1].push(lookup.time(&frame, 1)?);
-            }
-        }
+    let scenes = [Some(&guards.this), guards.other.as_ref()];
+    let mut programs = vec![empty.fd(), lookup.fd()];
+    for scene in scenes.iter().flatten() {
+        programs.push(scene.guard.stub()?);
     }
+    let programs = Programs::new(&programs)?;
+    // The other build has maps of its own; what stands before the references is the same as before this one.
+    let runs = [Some(&guards.this), Some(&guards.this), Some(&guards.this), guards.other.as_ref()]
+        .into_iter()
+        .zip(0..)
+        .map(|(scene, index)| {
+            scene.map(|scene| Reference::before(&prelude(scene)?, &programs, index)).transpose()
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let packets = effort.packets;
+    let before = guards.this.guard.counters()?.of(verdict);
+    let times = in_turns::<4>(effort.turns, |index| match &runs[index] {
+        Some(run) => {
+            let began = processor_time();
+            run.time(frame, packets)?;
+            Ok((processor_time() - began).as_nanos() as f64 / f64::from(packets))
+        }
+        None => Ok(0.0),
+    })?;
     let counted = guards.this.guard.counters()?.of(verdict) - before;
-    ensure!(counted == count as u64, "{name}: {counted} of {count} packets were counted as {verdict:?}");
-    let times = durations.each_mut().map(|durations| median(durations));
-    Ok(case(guards, name, "single", verdict, goal, times))
+    let sent = u64::from(packets) * u64::from(effort.turns);
+    ensure!(counted >= sent, "{name}: {counted} of {sent} packets were counted as {verdict:?}");
+    Ok(case(guards, name, "prepared", verdict, goal, times))
 }
 
 fn resetting(guards: &mut Guards, family: IpFamily, effort: &Effort) -> Result<Case> {
+    let mut frame = Vec::new();
     for scene in guards.all() {
         scene.begin(family, mode::RESET)?;
         scene.leaving(1, 0)?;
+        scene.entry(FOU_PORT, 1, REV_NAT)?;
+        frame = scene.frame(FOU_PORT, &scene.tcp(1, tcp::ACK));
     }
-    single(guards, "reset, the packet that moves the flow", Reason::Moved, None, effort, |_| {
-        Box::new(|scene| {
-            scene.entry(FOU_PORT, 1, REV_NAT)?;
-            Ok(scene.frame(FOU_PORT, &scene.tcp(1, tcp::ACK)))
-        })
+    let name = "reset, the packet that moves the flow";
+    prepared(guards, &frame, name, Reason::Moved, None, effort, |scene| {
+        let conntrack = scene.guard.cilium().conntrack(family)?;
+        Ok(Prelude::Entry { conntrack, key: scene.entry_key(FOU_PORT), backend_id: 1 })
     })
 }
 
+/// Offset of the inner packet in the frame.
+fn inner_offset(scene: &Scene, frame: &[u8]) -> u32 {
+    (frame.len() - bytes(&scene.tcp(0, tcp::ACK)).len()) as u32
+}
+
 fn drained(guards: &mut Guards, family: IpFamily, effort: &Effort) -> Result<Case> {
+    let (mut frame, mut offset) = (Vec::new(), 0);
     for scene in guards.all() {
         scene.begin(family, mode::DRAIN)?;
         scene.backend(1, BACKEND_TERMINATING)?;
@@ -323,40 +337,29 @@ fn drained(guards: &mut Guards, family: IpFamily, effort: &Effort) -> Result<Cas
         scene.leaving(1, 3600)?;
         scene.entry(FOU_PORT, 2, REV_NAT)?;
         scene.remember(6, 1000, 443, &scene.memory(1, 1))?;
+        frame = scene.frame(FOU_PORT, &scene.tcp(1000, tcp::ACK));
+        offset = inner_offset(scene, &frame);
     }
-    single(guards, "drain, known flow drained, port rewritten", Reason::Drained, Some(250.0), effort, |_| {
-        Box::new(|scene| Ok(scene.frame(FOU_PORT, &scene.tcp(1000, tcp::ACK))))
+    let name = "drain, known flow drained, port rewritten";
+    prepared(guards, &frame, name, Reason::Drained, Some(250.0), effort, |_| {
+        Ok(Prelude::Port { offset: offset - UDP_HEADER, port: FOU_PORT })
     })
 }
 
 /// A packet of another flow each time.
 fn many_flows(guards: &mut Guards, family: IpFamily, effort: &Effort) -> Result<Case> {
     let flows = effort.flows;
+    let (mut frame, mut offset) = (Vec::new(), 0);
     for scene in guards.all() {
         scene.begin(family, mode::DRAIN)?;
         scene.entry(FOU_PORT, 1, REV_NAT)?;
-        let memory = scene.memory(1, 1);
         for flow in 0..flows {
-            let (port, destination_port) = ports(flow);
-            scene.remember(6, port, destination_port, &memory)?;
+            let (port, destination_port) = flow_ports(flow);
+            scene.remember(6, port, destination_port, &scene.memory(1, 1))?;
         }
+        frame = scene.frame(FOU_PORT, &scene.tcp(0, tcp::ACK));
+        offset = inner_offset(scene, &frame) + if family == IpFamily::V4 { 20 } else { 40 };
     }
     let name = format!("drain, healthy, one of {flows} flows");
-    single(guards, &name, Reason::Healthy, None, effort, move |scene| {
-        let mut rng = Rng::new(1);
-        let inner = bytes(&scene.tcp(0, tcp::ACK));
-        let frame = scene.frame(FOU_PORT, &scene.tcp(0, tcp::ACK));
-        let at = frame.len() - inner.len() + if scene.family == IpFamily::V4 { 20 } else { 40 };
-        Box::new(move |_| {
-            let (port, destination_port) = ports(rng.below(flows as usize) as u32);
-            let mut frame = frame.clone();
-            frame[at..at + 2].copy_from_slice(&port.to_be_bytes());
-            frame[at + 2..at + 4].copy_from_slice(&destination_port.to_be_bytes());
-            Ok(frame)
-        })
-    })
-}
-
-const fn ports(flow: u32) -> (u16, u16) {
-    (1024 + (flow % 50_000) as u16, 1 + (flow / 50_000) as u16)
+    prepared(guards, &frame, &name, Reason::Healthy, None, effort, |_| Ok(Prelude::Flow { offset, flows }))
 }
