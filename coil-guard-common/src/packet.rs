@@ -118,9 +118,9 @@ pub(crate) const fn mix(mut word: u32) -> u32 {
     word ^ (word >> 16)
 }
 
-/// The outer headers of a FoU packet. Ports, length and checksum in network order.
+/// The outer headers of a FoU packet. Ports in network order. Aligned to be copied by words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C, align(4))]
+#[repr(C, align(8))]
 pub struct Outer<A> {
     /// IP source.
     pub source: A,

@@ -124,6 +124,9 @@ impl World for One {
     fn keep_replies(&mut self, _: [u8; 2], _: &Master, _: u32) {
         unreachable!()
     }
+    fn replies_are_kept(&mut self, _: [u8; 2], _: u32) -> bool {
+        unreachable!()
+    }
     fn previous(&mut self) -> Option<Previous> {
         unreachable!()
     }

@@ -1,7 +1,7 @@
 //! Whose packet it is, as the pod's stub says, and the clock.
 
 use aya_ebpf::{helpers::generated::bpf_ktime_get_coarse_ns, macros::map, maps::PerCpuArray};
-use coil_guard_common::abi::{POD_HAS_IPV4, POD_HAS_IPV6, PodConfig};
+use coil_guard_common::abi::{POD_HAS_IPV4, POD_HAS_IPV6, PodConfig, same_address};
 
 #[map]
 static CLIENT: PerCpuArray<PodConfig> = PerCpuArray::with_max_entries(1, 0);
@@ -19,14 +19,16 @@ pub(crate) fn read_only() -> bool {
 }
 
 /// The client pod that the packet at hand comes from: what the stub that this program was reached by wrote on this CPU.
+///
+/// By value: behind a reference, its addresses would be read byte by byte.
 #[derive(Clone, Copy)]
-pub(crate) struct Client(&'static PodConfig);
+pub(crate) struct Client(PodConfig);
 
 impl Client {
     #[inline(always)]
     pub(crate) fn get() -> Option<Self> {
         // SAFETY: plain integers, written by this CPU before it came here; see the stub.
-        CLIENT.get_ptr(0).map(|config| Self(unsafe { &*config }))
+        CLIENT.get_ptr(0).map(|config| Self(unsafe { *config }))
     }
 
     #[inline(always)]
@@ -42,13 +44,13 @@ impl Client {
     /// Whether `address` is the pod's.
     #[inline(always)]
     pub(crate) fn is_address4(self, address: [u8; 4]) -> bool {
-        self.flags() & POD_HAS_IPV4 != 0 && self.0.address4 == address
+        self.flags() & POD_HAS_IPV4 != 0 && u32::from_ne_bytes(self.0.address4) == u32::from_ne_bytes(address)
     }
 
     /// As [`Self::is_address4`].
     #[inline(always)]
     pub(crate) fn is_address6(self, address: [u8; 16]) -> bool {
-        self.flags() & POD_HAS_IPV6 != 0 && self.0.address6 == address
+        self.flags() & POD_HAS_IPV6 != 0 && same_address(self.0.address6, address)
     }
 
     #[inline(always)]

@@ -6,7 +6,7 @@
 //! crate holds the maps and the glue.
 #![no_std]
 #![no_main]
-#![feature(core_intrinsics)]
+#![feature(asm_experimental_arch, core_intrinsics)]
 #![expect(internal_features, reason = "the BPF target's core has no compare-and-exchange")]
 #![expect(
     clippy::needless_borrows_for_generic_args,
@@ -22,6 +22,7 @@ mod maps;
 mod memory;
 mod packet_client;
 mod program;
+mod recent;
 mod report;
 mod scratch;
 mod skb;
@@ -31,11 +32,11 @@ use core::mem::offset_of;
 
 use aya_ebpf::{macros::classifier, programs::TcContext};
 use coil_guard_common::{
-    abi::{EgressCounters, GuardedService, POD_PORTS_OVERLAP, SERVICE_SPORT_AUTO, mode},
+    abi::{GuardedService, POD_PORTS_OVERLAP, SERVICE_SPORT_AUTO, mode},
     checksum,
     cilium::PROTO_UDP,
     counters::Reason,
-    decide::{self, Outcome, tracks_flows},
+    decide::{self, Outcome, Shortcut, drain_port, tracks_flows},
     inner::{self, Fragment},
     packet::{self, Address as _, ETHERTYPE_IPV4, ETHERTYPE_IPV6, Load},
 };
@@ -109,9 +110,13 @@ fn parse_anywhere(packet: &Packet<'_>, fou_port: [u8; 2]) -> Parsed {
 fn guard<F: Family>(packet: &Packet<'_>, client: Client) -> Reason {
     let Some(scratch) = Scratch::get() else { return Reason::NotGuarded };
     let outer = F::outer(scratch);
-    (scratch.service.address, scratch.service.port) = (outer.destination.mapped(), outer.destination_port);
-    let Some(service) = maps::guarded_service(&scratch.service) else { return Reason::NotGuarded };
+    let (address, port) = (outer.destination.mapped(), outer.destination_port);
+    (scratch.service.address, scratch.service.port) = (address, port);
     let now = config::now();
+    let Some(recent) = recent::service(address, port, &scratch.service, now) else {
+        return Reason::NotGuarded;
+    };
+    let service = &recent.guarded;
     if service.expires_at < now {
         return Reason::NotGuarded;
     }
@@ -119,43 +124,53 @@ fn guard<F: Family>(packet: &Packet<'_>, client: Client) -> Reason {
     if !F::is_own(client, F::outer(scratch).source) {
         return Reason::ForeignSource;
     }
-    decide::<F>(packet, scratch, now, service, client)
+    scratch.mode = effective_mode(service, client);
+    scratch.prepare::<F>(now, service, client);
+    if tracks_flows(scratch.mode) {
+        scratch.flow_packet = inner_flow::<F>(packet, scratch);
+    }
+    let (egress, mode) = (service.egress, scratch.mode);
+    let found = match recent.rev_nat_index(now) {
+        Some(index) => decide::shortcut(&mut ClientWorld::<F>::new(scratch), index, mode),
+        None => None,
+    };
+    match found {
+        Some(Shortcut::Healthy) => {
+            count_egress(egress, &HEALTHY);
+            Reason::Healthy
+        }
+        Some(Shortcut::Drained(id)) => {
+            let outcome = Outcome { reason: Reason::Drained, source_port: Some(drain_port(id)), ..HEALTHY };
+            count_egress(egress, &outcome);
+            rewrite::<F>(packet, drain_port(id));
+            Reason::Drained
+        }
+        None => guard_in_full::<F>(packet, egress, recent),
+    }
 }
 
-#[inline(never)]
-fn decide<F: Family>(
-    packet: &Packet<'_>,
-    scratch: &'static mut Scratch,
-    now: u64,
-    service: &'static GuardedService,
-    client: Client,
-) -> Reason {
-    scratch.mode = effective_mode(service, client);
-    let Some(state) = scratch::state() else { return Reason::NotGuarded };
-    let mut world = ClientWorld::<F>::new(scratch, now, service, client);
-    if !world.find_master(&mut state.master) {
+const HEALTHY: Outcome =
+    Outcome { reason: Reason::Healthy, source_port: None, cut: false, would_drain: false, moved: false };
+
+/// What is known so far stands in the scratch record.
+#[inline(always)]
+fn guard_in_full<F: Family>(packet: &Packet<'_>, egress: u32, recent: &mut recent::Service) -> Reason {
+    if !F::decide() {
         return Reason::UnknownService;
     }
-    if tracks_flows(world.scratch.mode) {
-        let offset = F::outer(world.scratch).inner();
-        let address = F::outer(world.scratch).source.mapped();
-        (world.scratch.flow.client, world.scratch.fragment.client) = (address, address);
-        world.scratch.flow_packet = inner_flow::<F>(packet, world.scratch, offset);
-    }
-    let mode = world.scratch.mode;
-    decide::decide(&mut world, state, mode);
+    let (Some(scratch), Some(state)) = (Scratch::get(), scratch::state()) else { return Reason::NotGuarded };
+    recent.saw_master(scratch.now, state.master.rev_nat_index);
     let outcome = &state.outcome;
-    if let Some(counters) = maps::egress_counters(service.egress) {
-        count_egress(counters, outcome);
-    }
+    count_egress(egress, outcome);
     if let Some(port) = outcome.source_port {
-        rewrite::<F>(packet, world.scratch, port);
+        rewrite::<F>(packet, port);
     }
     outcome.reason
 }
 
 #[inline(always)]
-fn rewrite<F: Family>(packet: &Packet<'_>, scratch: &Scratch, port: [u8; 2]) {
+fn rewrite<F: Family>(packet: &Packet<'_>, port: [u8; 2]) {
+    let Some(scratch) = Scratch::get() else { return };
     let udp = F::outer(scratch).udp;
     let Some(header) = packet.load::<UdpHdr>(udp) else { return };
     if header.check != [0; 2] {
@@ -182,12 +197,15 @@ fn effective_mode(service: &GuardedService, client: Client) -> u8 {
     if auto && service.mode == mode::DRAIN { mode::RESET } else { service.mode }
 }
 
-/// Reads the inner flow at `offset` into the scratch key.
+/// Reads the inner flow into the scratch key.
 ///
 /// It has a result so that the register of results holds one: a function without may leave a pointer into its frame there,
 /// which the verifier refuses.
 #[inline(never)]
-fn inner_flow<F: Family>(packet: &Packet<'_>, scratch: &mut Scratch, offset: u32) -> inner::FlowPacket {
+fn inner_flow<F: Family>(packet: &Packet<'_>, scratch: &mut Scratch) -> inner::FlowPacket {
+    let offset = F::outer(scratch).inner();
+    let client = F::outer(scratch).source.mapped();
+    (scratch.flow.client, scratch.fragment.client) = (client, client);
     (scratch.flow.service, scratch.flow.service_port) = (scratch.service.address, scratch.service.port);
     // Nearly always of the outer packet's family.
     let window = F::window(packet, offset, &mut scratch.window);
@@ -203,7 +221,8 @@ fn inner_flow<F: Family>(packet: &Packet<'_>, scratch: &mut Scratch, offset: u32
 }
 
 #[inline(always)]
-fn count_egress(counters: &mut EgressCounters, outcome: &Outcome) {
+fn count_egress(egress: u32, outcome: &Outcome) {
+    let Some(counters) = maps::egress_counters(egress) else { return };
     counters.packets += 1;
     match outcome.reason {
         Reason::Moved => counters.moved += 1,

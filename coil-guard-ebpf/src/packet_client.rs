@@ -3,16 +3,15 @@
 use core::marker::PhantomData;
 
 use coil_guard_common::{
-    abi::{ClientServiceKey, GuardedService, PinnedPortKey},
+    abi::{ClientServiceKey, PinnedPortKey},
     cilium::{CtEntry, PROTO_UDP, SERVICE_FLAG_AFFINITY, Service},
     decide::Master,
     packet::{Address as _, Outer},
 };
 
 use crate::{
-    config::Client,
     family::{AnyBackend as _, Family},
-    maps::{self, copy},
+    maps::copy,
     report,
     scratch::Scratch,
 };
@@ -24,29 +23,9 @@ pub(crate) struct ClientWorld<F: Family> {
 }
 
 impl<F: Family> ClientWorld<F> {
-    #[inline(always)]
-    pub(crate) fn new(
-        scratch: &'static mut Scratch,
-        now: u64,
-        service: &'static GuardedService,
-        client: Client,
-    ) -> Self {
-        (scratch.heartbeat_fresh, scratch.only_ready) = match maps::AGENT.get(0) {
-            Some(agent) => (u64::from(now < agent.heartbeat_until), agent.only_ready),
-            None => (0, 0),
-        };
-        F::prepare(scratch);
-        scratch.now = now;
-        scratch.egress = service.egress;
-        scratch.memory_since = service.tracked_since.max(client.guarded_since());
-        (scratch.generation, scratch.fou_port) = (client.generation(), client.fou_port());
-        scratch.unmarked_drain = client.unmarked_drain();
-        Self { scratch, family: PhantomData }
-    }
-
     /// The world of the packet that the record is about.
     #[inline(always)]
-    pub(crate) fn resume(scratch: &'static mut Scratch) -> Self {
+    pub(crate) fn new(scratch: &'static mut Scratch) -> Self {
         Self { scratch, family: PhantomData }
     }
 

@@ -3,8 +3,9 @@
 use aya_ebpf::{macros::map, maps::PerCpuArray};
 use coil_guard_common::{
     abi::{
-        ClientServiceKey, DrainStats, FragmentKey, FragmentPorts, InnerFlow, InnerFlowKey, LeavingKey,
-        LeavingSeen, PinnedPort, PinnedPortKey, Previous, ReportKey, Return, ReturnKey, ServiceKey,
+        ClientServiceKey, DrainStats, FragmentKey, FragmentPorts, GuardedService, InnerFlow, InnerFlowKey,
+        LeavingKey, LeavingSeen, PinnedPort, PinnedPortKey, Previous, ReportKey, Return, ReturnKey,
+        ServiceKey,
     },
     cilium::{
         AffinityKey4, AffinityKey6, AffinityMatchKey, CtEntry, CtKey4, CtKey6, ServiceKey4, ServiceKey6,
@@ -14,7 +15,7 @@ use coil_guard_common::{
     packet::Outer,
 };
 
-use crate::skb::WINDOW;
+use crate::{config::Client, family::Family, maps, skb::WINDOW};
 
 /// What is known about one packet and client. It stands here and not on the stack also because the verifier does not
 /// follow values through maps: to it, all packets that got this far are one.
@@ -81,15 +82,19 @@ pub(crate) struct Scratch {
 /// Keys of Cilium's maps for the packet's client and service. Built once a packet; a lookup then changes a field or two.
 #[repr(C)]
 pub(crate) struct Keys<C, S, A> {
-    /// Service entry; the source port is left to set.
-    pub(crate) entry: C,
+    /// Service entry; the ports are left to set.
+    pub(crate) entry: Aligned<C>,
     /// Egress entry; backend and ports are left to set.
-    pub(crate) egress: C,
+    pub(crate) egress: Aligned<C>,
     /// The slot is left to set.
     pub(crate) service: S,
     /// The reverse NAT index is left to set.
     pub(crate) affinity: A,
 }
+
+/// A value aligned to 8 bytes, so that words can be written into it.
+#[repr(C, align(8))]
+pub(crate) struct Aligned<T>(pub(crate) T);
 
 #[map]
 static SCRATCH: PerCpuArray<Scratch> = PerCpuArray::with_max_entries(1, 0);
@@ -100,6 +105,21 @@ impl Scratch {
     pub(crate) fn get() -> Option<&'static mut Self> {
         // SAFETY: see the type: one user at a time, and the map lives as long as the program.
         SCRATCH.get_ptr_mut(0).map(|scratch| unsafe { &mut *scratch })
+    }
+
+    /// Fills in what the decision needs to know about the packet and its client, and the keys.
+    #[inline(always)]
+    pub(crate) fn prepare<F: Family>(&mut self, now: u64, service: &GuardedService, client: Client) {
+        (self.heartbeat_fresh, self.only_ready) = match maps::AGENT.get(0) {
+            Some(agent) => (u64::from(now < agent.heartbeat_until), agent.only_ready),
+            None => (0, 0),
+        };
+        F::prepare(self);
+        self.now = now;
+        self.egress = service.egress;
+        self.memory_since = service.tracked_since.max(client.guarded_since());
+        (self.generation, self.fou_port) = (client.generation(), client.fou_port());
+        self.unmarked_drain = client.unmarked_drain();
     }
 }
 

@@ -1,6 +1,6 @@
 //! Reading the packet, and the one change that is made to it.
 
-use core::mem::MaybeUninit;
+use core::{arch::asm, mem::MaybeUninit};
 
 use aya_ebpf::{
     bindings::__sk_buff,
@@ -61,10 +61,79 @@ impl Load for LinearPacket<'_> {
         if offset as usize + size_of::<T>() > NEAR as usize {
             return self.load(offset);
         }
-        // SAFETY: in bounds, see `of`; Header allows any bytes and has alignment 1.
-        Some(unsafe { self.start.add(offset as usize).cast::<T>().read() })
+        // SAFETY: in bounds, see `of`; Header allows any bytes.
+        Some(unsafe { read(self.start.add(offset as usize)) })
     }
 }
+
+/// The word of this type at an address, aligned or not.
+macro_rules! load {
+    ($type:literal, $from:expr) => {{
+        let word: u64;
+        asm!(
+            concat!("{0} = *(", $type, " *)({1} + 0)"),
+            out(reg) word,
+            in(reg) $from,
+            options(pure, readonly, nostack)
+        );
+        word
+    }};
+}
+
+/// Reads a header by words, wherever it is: the compiler would do it byte by byte, because it cannot know that headers are
+/// aligned (all are, to 4, behind an Ethernet header that is not) or that the processor does not mind.
+///
+/// # Safety
+///
+/// All of it can be read.
+#[inline(always)]
+unsafe fn read<T: Header>(from: *const u8) -> T {
+    const { assert!(size_of::<T>() <= 40) };
+    let mut header = MaybeUninit::<Words<T>>::uninit();
+    let to = header.as_mut_ptr().cast::<u8>();
+    // Not a loop: the compiler would not take it apart before it looks where the bytes go.
+    // SAFETY: as the caller says; the room is aligned, and so is every step.
+    unsafe {
+        read_step::<T>(0, from, to);
+        read_step::<T>(8, from, to);
+        read_step::<T>(16, from, to);
+        read_step::<T>(24, from, to);
+        read_step::<T>(32, from, to);
+        header.assume_init().0
+    }
+}
+
+/// Eight bytes at `at`, or what is left from there.
+///
+/// # Safety
+///
+/// See [`read`].
+#[inline(always)]
+unsafe fn read_step<T: Header>(mut at: usize, from: *const u8, to: *mut u8) {
+    let left = size_of::<T>().saturating_sub(at);
+    // SAFETY: as the caller says.
+    unsafe {
+        if left >= 8 {
+            to.add(at).cast::<u64>().write(load!("u64", from.add(at)));
+            return;
+        }
+        if left & 4 != 0 {
+            to.add(at).cast::<u32>().write(load!("u32", from.add(at)) as u32);
+            at += 4;
+        }
+        if left & 2 != 0 {
+            to.add(at).cast::<u16>().write(load!("u16", from.add(at)) as u16);
+            at += 2;
+        }
+        if left & 1 != 0 {
+            to.add(at).write(*from.add(at));
+        }
+    }
+}
+
+/// Room for a header, aligned.
+#[repr(C, align(8))]
+struct Words<T>(T);
 
 /// Bytes of a [`Window`].
 pub(crate) const WINDOW: usize = 56;
@@ -112,8 +181,8 @@ impl Load for Window<'_> {
         if at > (WINDOW - size_of::<T>()) as u32 || at + size_of::<T>() as u32 > self.length {
             return self.load(offset);
         }
-        // SAFETY: in bounds; Header allows any bytes and has alignment 1.
-        Some(unsafe { self.bytes.as_ptr().add(at as usize).cast::<T>().read() })
+        // SAFETY: in bounds; Header allows any bytes.
+        Some(unsafe { read(self.bytes.as_ptr().add(at as usize)) })
     }
 }
 

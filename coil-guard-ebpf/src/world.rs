@@ -14,6 +14,7 @@ use crate::{
     maps::{self, copy},
     memory,
     packet_client::ClientWorld,
+    recent,
 };
 
 const NOEXIST: u64 = BPF_NOEXIST as u64;
@@ -49,7 +50,8 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(always)]
     fn backend(&mut self, id: u32) -> Option<Backend> {
-        let backend = copy!(F::backends(), &id)?;
+        // SAFETY: as for `copy!`; each field is read once.
+        let backend = unsafe { F::backends().get(&id)? };
         Some(Backend { address: backend.address().mapped(), state: backend.state() })
     }
 
@@ -157,6 +159,17 @@ impl<F: Family> World for ClientWorld<F> {
     }
 
     #[inline(always)]
+    fn replies_are_kept(&mut self, _port: [u8; 2], id: u32) -> bool {
+        let client = self.outer().source.mapped();
+        recent::is_kept(client, id, self.scratch.now, || {
+            let lifetime = self.scratch.entry_lifetime;
+            let Some(backend) = copy!(F::backends(), &id) else { return false };
+            copy!(F::conntrack(), F::egress_key(self.scratch, &backend))
+                .is_some_and(|entry| entry.lifetime >= lifetime)
+        })
+    }
+
+    #[inline(always)]
     fn select(&mut self, state: &mut State) {
         F::select(state);
     }
@@ -168,7 +181,7 @@ impl<F: Family> World for ClientWorld<F> {
 
     #[inline(always)]
     fn mark(&mut self, address: &[u8; 16]) -> Option<BackendMark> {
-        copy!(maps::BACKEND_MARKS, address)
+        recent::mark(address, self.scratch.now, self.scratch.only_ready != 0)
     }
 
     #[inline(always)]

@@ -252,6 +252,14 @@ shared! {
     }
 }
 
+/// Whether two addresses are the same. By words: the comparison of arrays is one of bytes to the program.
+#[inline(always)]
+#[must_use]
+pub const fn same_address(one: [u8; 16], other: [u8; 16]) -> bool {
+    let (one, other): ([u64; 2], [u64; 2]) = (zerocopy::transmute!(one), zerocopy::transmute!(other));
+    (one[0] ^ other[0]) | (one[1] ^ other[1]) == 0
+}
+
 /// The v4-mapped form of an IPv4 address.
 #[inline(always)]
 #[must_use]

@@ -6,7 +6,7 @@ use super::{CT_EGRESS, CT_SERVICE, PROTO_UDP};
 
 layout! {
     /// Conntrack key, IPv4.
-    CtKey4, 14 {
+    CtKey4, 14, align 2 {
         /// Destination of the stored tuple.
         daddr: [u8; 4],
         /// Source of the stored tuple.
@@ -24,7 +24,7 @@ layout! {
 
 layout! {
     /// Conntrack key, IPv6.
-    CtKey6, 38 {
+    CtKey6, 38, align 2 {
         /// Destination of the stored tuple.
         daddr: [u8; 16],
         /// Source of the stored tuple.
@@ -42,7 +42,7 @@ layout! {
 
 layout! {
     /// Conntrack entry, both families. In host order but for `rev_nat_index`.
-    CtEntry, 56 {
+    CtEntry, 56, align 8 {
         /// Receive counter or reserved, by version.
         reserved0: u64,
         /// In a service entry the chosen backend.

@@ -66,9 +66,11 @@ pub const REVERSE_NAT6: &str = "cilium_lb6_reverse_nat";
 pub const AFFINITY_MATCH: &str = "cilium_lb_affinity_match";
 
 macro_rules! layout {
-    ($(#[$meta:meta])* $name:ident, $size:literal { $($(#[$field_meta:meta])* $field:ident: $type:ty,)+ }) => {
+    ($(#[$meta:meta])* $name:ident, $size:literal, align $align:literal { $($(#[$field_meta:meta])* $field:ident: $type:ty,)+ }) => {
         $(#[$meta])*
-        #[repr(C)]
+        // As far as the size allows, so that the program copies by words and not by bytes; the kernel aligns keys and values
+        // to 8.
+        #[repr(C, align($align))]
         #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
         pub struct $name { $($(#[$field_meta])* pub $field: $type,)+ }
         const _: () = assert!(size_of::<$name>() == $size);
@@ -81,7 +83,7 @@ pub use self::conntrack::{CtEntry, CtKey4, CtKey6};
 
 layout! {
     /// Service key, IPv4.
-    ServiceKey4, 12 {
+    ServiceKey4, 12, align 4 {
         /// ClusterIP.
         address: [u8; 4],
         /// Network order.
@@ -99,7 +101,7 @@ layout! {
 
 layout! {
     /// Service key, IPv6.
-    ServiceKey6, 24 {
+    ServiceKey6, 24, align 4 {
         /// ClusterIP.
         address: [u8; 16],
         /// Network order.
@@ -117,7 +119,7 @@ layout! {
 
 layout! {
     /// Service value, both families.
-    Service, 12 {
+    Service, 12, align 4 {
         /// Host order: the backend id in a slot; in the master the affinity timeout in seconds (low 24 bits).
         word: u32,
         /// Host order; in the master the number of selectable slots.
@@ -135,7 +137,7 @@ layout! {
 
 layout! {
     /// Backend value, IPv4 (v3).
-    Backend4, 12 {
+    Backend4, 12, align 4 {
         /// Pod address.
         address: [u8; 4],
         /// Network order.
@@ -155,7 +157,7 @@ layout! {
 
 layout! {
     /// Backend value, IPv6 (v3).
-    Backend6, 24 {
+    Backend6, 24, align 4 {
         /// Pod address.
         address: [u8; 16],
         /// Network order.
@@ -175,7 +177,7 @@ layout! {
 
 layout! {
     /// Affinity key, IPv4.
-    AffinityKey4, 16 {
+    AffinityKey4, 16, align 4 {
         /// Client pod address.
         client: [u8; 4],
         /// Zero.
@@ -189,7 +191,7 @@ layout! {
 
 layout! {
     /// Affinity key, IPv6.
-    AffinityKey6, 24 {
+    AffinityKey6, 24, align 4 {
         /// Client pod address.
         client: [u8; 16],
         /// Network order.
@@ -201,7 +203,7 @@ layout! {
 
 layout! {
     /// Affinity value, both families.
-    Affinity, 16 {
+    Affinity, 16, align 8 {
         /// Same clock and unit as `CtEntry::lifetime`.
         last_used: u64,
         /// Host order.
@@ -213,7 +215,7 @@ layout! {
 
 layout! {
     /// Reverse NAT value, IPv4; the key is the rev_nat_index in network order.
-    ReverseNat4, 6 {
+    ReverseNat4, 6, align 2 {
         /// ClusterIP.
         address: [u8; 4],
         /// Network order.
@@ -223,7 +225,7 @@ layout! {
 
 layout! {
     /// Reverse NAT value, IPv6; the key is the rev_nat_index in network order.
-    ReverseNat6, 18 {
+    ReverseNat6, 18, align 2 {
         /// ClusterIP.
         address: [u8; 16],
         /// Network order.
@@ -233,7 +235,7 @@ layout! {
 
 layout! {
     /// Key of the affinity match map, both families; its value is one byte.
-    AffinityMatchKey, 8 {
+    AffinityMatchKey, 8, align 4 {
         /// Host order.
         backend_id: u32,
         /// Network order.

@@ -7,7 +7,7 @@ use super::{
     state::Memory,
 };
 use crate::{
-    abi::{FLOW_DRAINED, FLOW_ENDED, InnerFlow, event},
+    abi::{FLOW_DRAINED, FLOW_ENDED, InnerFlow, event, same_address},
     counters::Reason,
     inner::FlowPacket,
 };
@@ -79,14 +79,15 @@ fn recall(world: &mut impl World, state: &mut State) {
     state.memory = if anew { Memory::Earlier } else { Memory::Known };
     let named = state.read.backend.present && state.read.backend.id == flow.backend_id;
     // Looked at twice before the flow is given up, as in `judge`.
-    state.in_place =
-        (named && state.read.address == flow.backend_address) || is_at(world, &flow) || is_at(world, &flow);
+    state.in_place = (named && same_address(state.read.address, flow.backend_address))
+        || is_at(world, &flow)
+        || is_at(world, &flow);
 }
 
 /// Whether the flow's backend still has the address that was remembered with it.
 #[inline(always)]
 fn is_at(world: &mut impl World, flow: &InnerFlow) -> bool {
-    world.backend(flow.backend_id).is_some_and(|backend| backend.address == flow.backend_address)
+    world.backend(flow.backend_id).is_some_and(|backend| same_address(backend.address, flow.backend_address))
 }
 
 /// Finds the backend that the packet's flow must stay on; `state.home.keeps` when there is one.
@@ -135,7 +136,7 @@ fn may_be_old(world: &mut impl World) -> bool {
 fn find_previous(world: &mut impl World, state: &mut State) {
     let Some(previous) = world.previous() else { return };
     let Some(backend) = world.backend(previous.backend_id) else { return };
-    if backend.address != previous.backend_address {
+    if !same_address(backend.address, previous.backend_address) {
         return;
     }
     judge_home(world, state, previous.backend_id);

@@ -2,7 +2,7 @@
 
 use super::World;
 use crate::{
-    abi::mark,
+    abi::{BackendMark, mark},
     cilium::{BACKEND_ACTIVE, BACKEND_TERMINATING},
 };
 
@@ -60,13 +60,15 @@ struct Circumstances {
     awhile: bool,
 }
 
-const USABLE: u8 = 1;
-const KEEPS: u8 = 2;
-/// It leaves since the mark's `since`.
-const SINCE_MARK: u8 = 4;
-/// It leaves since the program first saw it so.
+/// Bit of a verdict: may get new flows.
+pub(super) const USABLE: u8 = 1;
+/// Bit of a verdict: may keep the flows that it has.
+pub(super) const KEEPS: u8 = 2;
+/// Bit of a verdict: it leaves since the mark's `since`.
+pub(super) const SINCE_MARK: u8 = 4;
+/// Bit of a verdict: it leaves since the program first saw it so.
 const SINCE_SEEN: u8 = 8;
-/// It keeps its flows for a while after that.
+/// Bit of a verdict: it keeps its flows for a while after that.
 const KEEPS_AWHILE: u8 = 16;
 
 impl Circumstances {
@@ -164,24 +166,43 @@ fn opaque(value: usize) -> usize {
     value
 }
 
-/// Looks at a backend before a verdict takes a flow off it.
-///
-/// The kernel's hash maps are read without a lock, and give the memory of an element that is written anew to the next one at
-/// once: a look between the two can find another backend's state, another mark, or nothing. Flows that are cut do not come back,
-/// so nothing of that kind is believed without a second look.
-const LOOKS: u32 = 2;
+/// The bits of the verdict about a backend with this state byte.
+#[inline(always)]
+pub(super) fn verdict_about(
+    now: u64,
+    fresh: u64,
+    state: u8,
+    mark: Option<&BackendMark>,
+    unmarked: Unmarked,
+) -> u8 {
+    let (marked, keep_until, valid_until) =
+        mark.map_or((0, 0, 0), |mark| (mark.state, mark.keep_until, mark.valid_until));
+    let index = Circumstances::index(
+        marked,
+        before(now, valid_until),
+        fresh,
+        state,
+        before(now, keep_until),
+        unmarked as u64,
+    );
+    // The mask is for the verifier, and not to be spread over the parts that the compiler has proven small: kernels before
+    // 6.11 do not see then that their sum is small too.
+    let index = opaque(index) & (VERDICTS_LENGTH - 1);
+    VERDICTS.get(index).copied().unwrap_or(0)
+}
 
 /// Judges the backend `id`, which is named by an entry of the packet's service.
+///
+/// A verdict that takes flows off it is made after a second look. The kernel's hash maps are read without a lock, and give the
+/// memory of an element that is written anew to the next one at once: a look between the two can find another backend's state,
+/// another mark, or nothing. Flows that are cut do not come back, so nothing of that kind is believed at once.
 #[inline(always)]
 pub fn judge(world: &mut impl World, id: u64, unmarked: Unmarked, out: &mut Judgement) {
     let mut address = [0; 16];
-    let mut looks = 0;
-    while looks < LOOKS {
+    judge_here(world, id, unmarked, out, &mut address);
+    // Not a loop: the verifier of kernel 6.1 finds no end of one.
+    if !out.keeps {
         judge_here(world, id, unmarked, out, &mut address);
-        if out.keeps {
-            return;
-        }
-        looks += 1;
     }
 }
 
@@ -201,26 +222,12 @@ pub(super) fn judge_here(
     };
     *address = backend.address;
     let now = world.now();
-    let (marked, keep_until, since, valid_until) = match world.mark(&backend.address) {
-        Some(found) => (found.state, found.keep_until, found.since, found.valid_until),
-        None => (0, 0, 0, 0),
-    };
-    let index = Circumstances::index(
-        marked,
-        before(now, valid_until),
-        world.heartbeat_fresh(),
-        backend.state,
-        before(now, keep_until),
-        unmarked as u64,
-    );
-    // The mask is for the verifier, and not to be spread over the parts that the compiler has proven small: kernels before
-    // 6.11 do not see then that their sum is small too.
-    let index = opaque(index) & (VERDICTS_LENGTH - 1);
-    let verdict = VERDICTS.get(index).copied().unwrap_or(0);
+    let mark = world.mark(&backend.address);
+    let verdict = verdict_about(now, world.heartbeat_fresh(), backend.state, mark.as_ref(), unmarked);
     (out.id, out.present, out.began) = (id, true, 0);
     out.verdict(verdict);
     if verdict & SINCE_MARK != 0 {
-        out.began = since;
+        out.began = mark.map_or(0, |mark| mark.since);
     } else if verdict & SINCE_SEEN != 0 {
         let terminating = verdict & KEEPS_AWHILE != 0;
         let began = world.leaving_since(&backend.address, id, terminating);
@@ -275,7 +282,7 @@ mod tests {
         assert_eq!(before(1 << 60, FOR_EVER), 1);
     }
 
-    /// What `reset::is_on_active` relies on.
+    /// What the shortcut of mode reset relies on.
     #[test]
     fn an_active_backend_keeps_its_flows_when_no_mark_says_otherwise() {
         let circumstances = (0..VERDICTS_LENGTH).map(Circumstances::from_index);

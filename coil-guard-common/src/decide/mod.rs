@@ -14,11 +14,13 @@ mod judge;
 mod put;
 mod reset;
 mod rewrite;
+mod shortcut;
 mod state;
 
 pub use judge::{Judgement, Unmarked, judge};
 pub use put::select;
 pub use rewrite::{PORT_PROBES, PORT_TRIES, ROUND_PAUSE, STUCK_REPORT, is_port_good};
+pub use shortcut::{Shortcut, shortcut};
 pub use state::{Master, Outcome, Read, State};
 
 use crate::{
@@ -62,8 +64,9 @@ pub const fn is_reserved_port(port: [u8; 2]) -> bool {
     u16::from_be_bytes(port) >= DRAIN_PORT_FIRST
 }
 
-/// A backend as Cilium has it.
+/// A backend as Cilium has it. Aligned to be copied by words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C, align(8))]
 pub struct Backend {
     /// v4-mapped.
     pub address: [u8; 16],
@@ -111,6 +114,8 @@ pub trait World {
     fn swap(&mut self, port: [u8; 2], from: u64, to: u32) -> bool;
     /// Keeps the egress entry `client:client_port → id` alive as long as the service entry under `port`.
     fn keep_replies(&mut self, port: [u8; 2], master: &Master, id: u32);
+    /// Whether nothing is left to do for [`Self::keep_replies`]. The entry under `port` was read last.
+    fn replies_are_kept(&mut self, port: [u8; 2], id: u32) -> bool;
 
     /// The agent's mark of a backend address.
     fn mark(&mut self, address: &[u8; 16]) -> Option<BackendMark>;

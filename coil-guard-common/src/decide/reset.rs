@@ -4,7 +4,7 @@ use super::{
     COARSE, IDLE, RETRIES, State, Unmarked, World, is_reserved_port,
     put::{Put, put, read, read_own},
 };
-use crate::{abi::event, cilium::BACKEND_ACTIVE, counters::Reason, inner::FlowPacket};
+use crate::{abi::event, counters::Reason, inner::FlowPacket};
 
 /// Every flow leaves a backend that keeps nothing, with this packet, if there is a live one. In audit, that is only
 /// counted and reported, along with whether drain would have kept the flow; nothing of Cilium's is written.
@@ -30,10 +30,6 @@ pub(super) fn reset(world: &mut impl World, state: &mut State) {
 /// Finds out whether the packet's entry has to name `state.live` instead: the outcome is then `WouldMove`.
 #[inline(always)]
 fn look(world: &mut impl World, state: &mut State) {
-    if world.only_ready_marks() && is_on_active(world, state) {
-        state.outcome.reason = Reason::Healthy;
-        return;
-    }
     read_own(world, state, state.port, Unmarked::No);
     if state.read.valid && state.read.backend.keeps {
         state.outcome.reason = Reason::Healthy;
@@ -54,20 +50,6 @@ fn look(world: &mut impl World, state: &mut State) {
         world.report(event::NO_LIVE, state.read.backend.id, 0);
         state.outcome.reason = Reason::NoLive;
     }
-}
-
-/// Whether the packet's entry is valid and names an ACTIVE backend. Without a mark that says otherwise such a backend keeps
-/// its flows, listed or not, so that its own mark need not be looked up. Only the id stands in `state.read` then.
-#[inline(always)]
-fn is_on_active(world: &mut impl World, state: &mut State) -> bool {
-    let Some(entry) = world.entry(state.port) else { return false };
-    // Ids are 32 bits wide; an entry with more set names no backend.
-    if entry.rev_nat_index != state.master.rev_nat_index || entry.backend_id >> 32 != 0 {
-        return false;
-    }
-    let id = entry.backend_id as u32;
-    state.read.backend.id = id;
-    world.backend(id).is_some_and(|backend| backend.state == BACKEND_ACTIVE)
 }
 
 #[inline(never)]

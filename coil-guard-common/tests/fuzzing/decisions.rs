@@ -10,6 +10,7 @@ use coil_guard_common::{
     counters::Reason,
     decide::{
         Backend, DrainChange, Entry, MAX_SLOTS, Master, State, World, decide, drain_port, is_reserved_port,
+        shortcut,
     },
     inner::FlowPacket,
 };
@@ -133,6 +134,10 @@ impl World for Bytes<'_> {
     }
     fn keep_replies(&mut self, port: [u8; 2], _: &Master, id: u32) {
         assert_eq!((self.mode, port, self.port), (mode::DRAIN, drain_port(id), FOU_PORT));
+    }
+    fn replies_are_kept(&mut self, port: [u8; 2], id: u32) -> bool {
+        assert_eq!((self.mode, port, self.port), (mode::DRAIN, drain_port(id), FOU_PORT));
+        self.call() & 1 == 0
     }
     fn mark(&mut self, _: &[u8; 16]) -> Option<BackendMark> {
         let byte = self.call();
@@ -259,6 +264,10 @@ pub(crate) fn packets(bytes: &[u8]) {
         let count = [0, 1, 3, u16::MAX][usize::from(what >> 6)];
         state.master = Master { rev_nat_index: REV_NAT, count, affinity: what & 0x20 != 0 };
         world.missing = false;
+        if shortcut(&mut world, REV_NAT, mode).is_some() {
+            assert!(matches!(mode, mode::AUDIT | mode::RESET | mode::DRAIN));
+            continue;
+        }
         decide(&mut world, &mut state, mode);
         if state.outcome.reason == Reason::LeftToCilium && mode != mode::REWRITE {
             assert!(

@@ -154,6 +154,16 @@ impl World for Pass<'_> {
         let kept = cilium.replies.entry((self.packet.client, FOU_PORT, backend.address)).or_default();
         *kept = (*kept).max(entry.lifetime);
     }
+    fn replies_are_kept(&mut self, port: [u8; 2], id: u32) -> bool {
+        self.meanwhile();
+        let tuple = self.tuple(port);
+        let cilium = &self.sim.cilium;
+        let (Some(backend), Some(entry)) = (cilium.backends.get(&id), cilium.entries.get(&tuple)) else {
+            return false;
+        };
+        let kept = cilium.replies.get(&(self.packet.client, FOU_PORT, backend.address));
+        kept.is_some_and(|kept| *kept >= entry.lifetime)
+    }
 
     fn mark(&mut self, address: &[u8; 16]) -> Option<BackendMark> {
         self.meanwhile();

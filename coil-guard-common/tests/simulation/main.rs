@@ -99,7 +99,12 @@ fn for_seeds(test: impl Fn(u64, u64) -> Tally) -> Tally {
 fn drain_cuts_no_flow_that_may_stay() {
     let sum = for_seeds(|seed, steps| check(seed, settings(seed, Some(mode::DRAIN), false), steps));
     assert!(
-        sum.drained > 0 && sum.settling > 0 && sum.moved > 0 && sum.repaired > 0 && sum.no_live > 0,
+        sum.drained > 0
+            && sum.settling > 0
+            && sum.moved > 0
+            && sum.repaired > 0
+            && sum.no_live > 0
+            && sum.shortcuts > 0,
         "{sum:?}"
     );
 }
@@ -113,7 +118,7 @@ fn drain_holds_when_two_cpus_run_into_each_other() {
 #[test]
 fn reset_leaves_no_flow_where_none_is_kept() {
     let sum = for_seeds(|seed, steps| check(seed, settings(seed, Some(mode::RESET), false), steps));
-    assert!(sum.moved > 0 && sum.repaired > 0 && sum.no_live > 0, "{sum:?}");
+    assert!(sum.moved > 0 && sum.repaired > 0 && sum.no_live > 0 && sum.shortcuts > 0, "{sum:?}");
 }
 
 #[test]
@@ -149,7 +154,7 @@ fn audit_changes_nothing() {
         );
         audit
     });
-    assert!(sum.would_move > 0, "{sum:?}");
+    assert!(sum.would_move > 0 && sum.shortcuts > 0, "{sum:?}");
 }
 
 #[test]

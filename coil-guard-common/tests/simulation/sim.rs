@@ -82,6 +82,8 @@ pub(crate) struct Tally {
     pub(crate) new_port: u64,
     pub(crate) held: u64,
     pub(crate) not_moved: u64,
+    /// Compared with the decision.
+    pub(crate) shortcuts: u64,
 }
 
 impl AddAssign for Tally {
@@ -103,6 +105,7 @@ impl AddAssign for Tally {
         self.new_port += other.new_port;
         self.held += other.held;
         self.not_moved += other.not_moved;
+        self.shortcuts += other.shortcuts;
     }
 }
 

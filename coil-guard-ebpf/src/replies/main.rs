@@ -10,6 +10,7 @@
 //! The rules are in `coil_guard_common::replies`. An object of its own: it needs none of Cilium's maps and few of our own.
 #![no_std]
 #![no_main]
+#![feature(asm_experimental_arch)]
 #![expect(clippy::needless_pass_by_value, reason = "the entry points take what the classifier macro gives")]
 
 #[path = "../config.rs"]

@@ -46,9 +46,21 @@ impl Scene {
     ///
     /// When the map cannot be written.
     pub fn service(&mut self, slots: &[u32], affinity: bool) -> Result<()> {
+        self.service_with(slots, affinity, REV_NAT)
+    }
+
+    /// Writes it with another reverse NAT index, as one that was made anew has.
+    ///
+    /// # Errors
+    ///
+    /// When the map cannot be written.
+    pub fn service_of(&mut self, slots: &[u32], rev_nat_index: [u8; 2]) -> Result<()> {
+        self.service_with(slots, false, rev_nat_index)
+    }
+
+    fn service_with(&mut self, slots: &[u32], affinity: bool, rev_nat_index: [u8; 2]) -> Result<()> {
         let map = self.map(self.family.names().services)?;
-        let value =
-            |word, count, flags| Service { word, count, rev_nat_index: REV_NAT, flags, flags2: 0, qcount: 0 };
+        let value = |word, count, flags| Service { word, count, rev_nat_index, flags, flags2: 0, qcount: 0 };
         let flags = if affinity { SERVICE_FLAG_AFFINITY } else { 0 };
         let master = value(10800, slots.len() as u16, flags);
         map.update_bytes(&self.service_key(0), master.as_bytes(), Expect::Any)?;
@@ -64,7 +76,8 @@ impl Scene {
     ///
     /// When the map cannot be written.
     pub fn remove_service(&mut self) -> Result<()> {
-        self.map(self.family.names().services)?.delete_bytes(&self.service_key(0)).map(drop)
+        self.map(self.family.names().services)?.delete_bytes(&self.service_key(0)).map(drop)?;
+        self.guard.forget_recent()
     }
 
     /// Writes a backend in a state.
@@ -156,8 +169,11 @@ impl Scene {
     /// # Errors
     ///
     /// When the map cannot be written.
-    pub fn set_conntrack(&self, key: &[u8], entry: &CtEntry) -> Result<()> {
-        self.map(self.family.names().conntrack)?.update_bytes(key, entry.as_bytes(), Expect::Any).map(drop)
+    pub fn set_conntrack(&mut self, key: &[u8], entry: &CtEntry) -> Result<()> {
+        self.map(self.family.names().conntrack)?
+            .update_bytes(key, entry.as_bytes(), Expect::Any)
+            .map(drop)?;
+        self.guard.forget_recent()
     }
 
     /// A conntrack entry.
@@ -195,8 +211,9 @@ impl Scene {
     /// # Errors
     ///
     /// When the map cannot be written.
-    pub fn forget(&self, key: &[u8]) -> Result<()> {
-        self.map(self.family.names().conntrack)?.delete_bytes(key).map(drop)
+    pub fn forget(&mut self, key: &[u8]) -> Result<()> {
+        self.map(self.family.names().conntrack)?.delete_bytes(key).map(drop)?;
+        self.guard.forget_recent()
     }
 
     /// Writes the client's affinity entry.

@@ -8,6 +8,7 @@ mod load;
 mod pods;
 mod read_only;
 mod reasons;
+mod recent;
 mod replies;
 mod reset;
 mod reuse;
