@@ -224,7 +224,7 @@ impl Instance {
     pub fn set<K: Pod, V: Pod>(&mut self, name: &str, key: &K, value: &V) -> Result<()> {
         let mut map = self.own_mut::<K, V>(name)?;
         map.insert(key, value, 0).with_context(|| format!("cannot update map {name}"))?;
-        self.forget_recent()
+        self.changed(name)
     }
 
     /// Removes an element, if it is there, of one of the own hash maps.
@@ -238,7 +238,7 @@ impl Instance {
             return Ok(());
         }
         map.remove(key).with_context(|| format!("cannot delete from map {name}"))?;
-        self.forget_recent()
+        self.changed(name)
     }
 
     /// Sets the agent's sign of life.
@@ -279,6 +279,14 @@ impl Instance {
         self.set_agent(AgentState { heartbeat_until: 0, only_ready: 0 })?;
         self.take_events()?;
         self.forget_recent()
+    }
+
+    fn changed(&mut self, name: &str) -> Result<()> {
+        if matches!(name, maps::GUARDED_SERVICES | maps::BACKEND_MARKS) {
+            self.forget_recent()
+        } else {
+            Ok(())
+        }
     }
 
     /// Makes the core look everything up again, as it does with each tick of the clock, unless that is to stay.
