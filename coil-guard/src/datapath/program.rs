@@ -15,7 +15,7 @@ use super::{
     own_maps::{create_stand_in, map_error},
     replies::REPLIES_OBJECT,
 };
-use crate::cilium::CiliumMaps;
+use crate::cilium::{CiliumMaps, is_not_found};
 
 /// The object with the core program; empty where there was no toolchain to build it.
 pub static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/coil-guard-bpf"));
@@ -66,9 +66,12 @@ impl Binding {
         let mut bound = Vec::new();
         for spec in crate::cilium::specs() {
             let id = if names.iter().any(|name| name == spec.object_name) {
-                let info = MapInfo::from_pin(layout.bound().join(spec.object_name))
-                    .map_err(map_error("inspect", spec.object_name))?;
-                Some(info.id())
+                match MapInfo::from_pin(layout.bound().join(spec.object_name)) {
+                    Ok(info) => Some(info.id()),
+                    // Another binding has taken its place since the directory was listed.
+                    Err(error) if is_not_found(&error) => continue,
+                    Err(error) => return Err(map_error("inspect", spec.object_name)(error)),
+                }
             } else if names.iter().any(|name| name.strip_suffix(STAND_IN) == Some(spec.object_name)) {
                 None
             } else {
