@@ -7,7 +7,7 @@ use std::{
 
 use anyhow::{Context as _, Result, ensure};
 use aya::{
-    Ebpf, EbpfLoader, Pod, TestRun as _, TestRunOptions, VerifierLogLevel,
+    Ebpf, EbpfLoader, Pod, VerifierLogLevel,
     maps::{HashMap, MapData, PerCpuArray, PerCpuValues},
     programs::SchedClassifier,
 };
@@ -20,6 +20,7 @@ use coil_guard_common::{
 
 use super::{
     clock::monotonic,
+    run::pass,
     scene::{CLIENT_GENERATION, Scene, address_of, mapped, pod_config},
 };
 use crate::{
@@ -78,15 +79,7 @@ impl Replies {
             .program(program)
             .with_context(|| format!("the object has no program {program}"))?
             .try_into()?;
-        let mut output = vec![0; frame.len() + 64];
-        let result = loaded.test_run(TestRunOptions {
-            data_in: Some(frame),
-            data_out: Some(&mut output),
-            ..TestRunOptions::new()
-        })?;
-        ensure!(result.return_value as i32 == -1, "returned {}, not -1", result.return_value as i32);
-        output.truncate(result.data_size_out as usize);
-        Ok(output)
+        pass(loaded, frame)
     }
 
     /// What the egress pod has learnt of the client.

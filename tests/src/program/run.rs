@@ -6,7 +6,7 @@ use std::{
 };
 
 use anyhow::{Result, ensure};
-use aya::{TestRun as _, TestRunOptions};
+use aya::{TestRun as _, TestRunOptions, programs::SchedClassifier};
 use coil_guard_common::{
     abi::{EgressCounters, Event},
     counters::Reason,
@@ -30,6 +30,24 @@ pub struct Run {
     pub events: Vec<Event>,
 }
 
+/// Runs one packet through a classifier and gives what it is afterwards.
+///
+/// # Errors
+///
+/// When the kernel refuses the packet, or the program returned anything but "next".
+pub(super) fn pass(program: &SchedClassifier, frame: &[u8]) -> Result<Vec<u8>> {
+    let mut output = vec![0; frame.len() + 64];
+    let result = program.test_run(TestRunOptions {
+        data_in: Some(frame),
+        data_out: Some(&mut output),
+        ..TestRunOptions::new()
+    })?;
+    // TCX_NEXT, and TC_ACT_UNSPEC on clsact.
+    ensure!(result.return_value as i32 == -1, "returned {}, not -1", result.return_value as i32);
+    output.truncate(result.data_size_out as usize);
+    Ok(output)
+}
+
 impl Instance {
     /// Runs one packet and gives what it is afterwards.
     ///
@@ -37,16 +55,7 @@ impl Instance {
     ///
     /// When the kernel refuses the packet, or the program returned anything but "next".
     pub fn pass(&self, frame: &[u8]) -> Result<Vec<u8>> {
-        let mut output = vec![0; frame.len() + 64];
-        let result = self.program()?.test_run(TestRunOptions {
-            data_in: Some(frame),
-            data_out: Some(&mut output),
-            ..TestRunOptions::new()
-        })?;
-        // TCX_NEXT, and TC_ACT_UNSPEC on clsact.
-        ensure!(result.return_value as i32 == -1, "returned {}, not -1", result.return_value as i32);
-        output.truncate(result.data_size_out as usize);
-        Ok(output)
+        pass(self.program()?, frame)
     }
 
     /// The stub, which is what is attached in a pod.
